@@ -1,0 +1,1 @@
+"""Who measures: suites, runs, metrics, latency, memory, tables and the command line."""

@@ -1,0 +1,232 @@
+"""One cell, measured in a process of its own: ``python -m icr_bench.harness.cell JOB RESULT``.
+
+The job file holds texts and settings but no ids and no judgments, so that a retriever cannot see them.
+The process reports progress as ``stage<tab>done<tab>total`` lines; whatever the retriever prints goes to the log.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from icr_bench.harness.registry import Registry
+from icr_bench.harness.spec import Spec
+from icr_bench.retrievers.base import Document, Ranking, Retriever
+
+BATCH = 32
+"""Queries a call of the throughput pass."""
+
+WARMUP = 5
+"""Queries put one by one before any is timed."""
+
+Report = Callable[[str, int, int], None]
+
+
+class Job(TypedDict):
+    """What the cell's process is given."""
+
+    plugins: list[str]
+    retriever: str
+    options: dict[str, Any]
+    filled: dict[str, Any]  # device, dtype, seed
+    documents: list[str]  # document number i at position i
+    queries: list[str]
+    sample: list[int]  # positions of the queries timed one by one
+    depth: int
+    max_tokens: int | None
+
+
+class BadRanking(ValueError):
+    """A retriever broke the contract of `search`."""
+
+
+def measure(job: Job, report: Report) -> dict[str, Any]:
+    """Load, index, warm up, time single queries, then answer all queries in batches."""
+    report("load", 0, 1)
+    start = time.perf_counter()
+    registry = Registry(job["plugins"])
+    retriever: Retriever = registry.build("retriever", Spec(job["retriever"], job["options"]), job["filled"])
+    retriever.progress = lambda done, total: report("index", done, total)  # type: ignore[method-assign]
+    retriever.load()
+    loaded = time.perf_counter() - start
+    texts, tokens, truncated = cut(retriever, job["documents"], job["max_tokens"])
+    documents = [Document(number, text) for number, text in enumerate(texts)]
+    queries, depth = job["queries"], job["depth"]
+    query_tokens = sum(len(spans) for spans in retriever.token_spans(queries))
+
+    report("index", 0, 1)
+    start = time.perf_counter()
+    retriever.index(documents)
+    indexed = time.perf_counter() - start
+
+    def ask(texts: Sequence[str]) -> list[Ranking]:
+        return retriever.search(texts, depth)
+
+    warmup = [queries[i % len(queries)] for i in range(WARMUP)]
+    for query in warmup:
+        check(ask([query]), 1, len(documents), depth)
+    single = []
+    for done, position in enumerate(job["sample"]):
+        report("one by one", done, len(job["sample"]))
+        start = time.perf_counter()
+        rankings = ask([queries[position]])
+        single.append(time.perf_counter() - start)
+        check(rankings, 1, len(documents), depth)
+    answers: list[Ranking] = []
+    batched = 0.0
+    for begin in range(0, len(queries), BATCH):
+        report("queries", begin, len(queries))
+        batch = queries[begin : begin + BATCH]
+        start = time.perf_counter()
+        rankings = ask(batch)
+        batched += time.perf_counter() - start
+        answers += check(rankings, len(batch), len(documents), depth)
+    report("queries", len(queries), len(queries))
+    p50, p95, p99 = (percentile(single, share) for share in (0.5, 0.95, 0.99))
+    return {
+        "status": "ok",
+        "answers": [[ranking.numbers, ranking.scores, ranking.error] for ranking in answers],
+        "settings": retriever.settings(),
+        "time": {
+            "load_s": loaded,
+            "index_s": indexed,
+            "warmup": len(warmup),
+            "query_p50_s": p50,
+            "query_p95_s": p95,
+            "query_p99_s": p99,
+            "sampled": len(single),
+            "queries_per_s": len(queries) / batched if batched else None,
+            "batch": BATCH,
+        },
+        "memory": {"index_bytes": int(retriever.index_bytes())},
+        "tokens": {"unit": retriever.tokenizer, "documents": tokens, "queries": query_tokens},
+        "truncated": truncated,
+    }
+
+
+def cut(retriever: Retriever, texts: list[str], max_tokens: int | None) -> tuple[list[str], int, int]:
+    """Texts cut to ``max_tokens`` of the retriever's tokenizer.
+
+    Returns:
+        The texts, their tokens in all after cutting, and how many documents are not read whole, be it for
+        ``max_tokens`` or for the retriever's own limit.
+    """
+    kept: list[str] = []
+    tokens = truncated = 0
+    limit = min((m for m in (max_tokens, retriever.max_tokens) if m is not None), default=None)
+    for begin in range(0, len(texts), 256):
+        batch = texts[begin : begin + 256]
+        for text, spans in zip(batch, retriever.token_spans(batch), strict=True):
+            length = len(spans) if limit is None else min(len(spans), limit)
+            truncated += length < len(spans)
+            tokens += length
+            over = max_tokens is not None and max_tokens < len(spans)
+            kept.append(text[: spans[max_tokens - 1][1]] if over and max_tokens else text)
+    return kept, tokens, truncated
+
+
+def check(rankings: Any, queries: int, documents: int, depth: int) -> list[Ranking]:
+    """The rankings as plain numbers, or `BadRanking` with what was got and expected."""
+    if not isinstance(rankings, list) or not all(isinstance(ranking, Ranking) for ranking in rankings):
+        raise BadRanking(f"search must return a list of Ranking, got {rankings!r:.100}")
+    if len(rankings) != queries:
+        raise BadRanking(f"search returned {len(rankings)} rankings for {queries} queries")
+    checked = []
+    for ranking in rankings:
+        if len(ranking.numbers) != len(ranking.scores):
+            raise BadRanking(f"a ranking has {len(ranking.numbers)} numbers but {len(ranking.scores)} scores")
+        if len(ranking.numbers) > depth:
+            raise BadRanking(f"a ranking has {len(ranking.numbers)} documents, more than k={depth}")
+        try:
+            numbers = [operator.index(number) for number in ranking.numbers]
+            scores = [float(score) for score in ranking.scores]
+        except TypeError as error:
+            raise BadRanking(f"a ranking holds something that is no number: {error}") from None
+        for number in numbers:
+            if not 0 <= number < documents:
+                raise BadRanking(f"a ranking names document {number}; the corpus has 0 to {documents - 1}")
+        if len(set(numbers)) < len(numbers):
+            repeated = next(number for number in numbers if numbers.count(number) > 1)
+            raise BadRanking(f"a ranking names document {repeated} more than once")
+        for score in scores:
+            if not math.isfinite(score):
+                raise BadRanking(f"a ranking holds the score {score}; scores must be finite")
+        checked.append(Ranking(numbers, scores, str(ranking.error)))
+    return checked
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least ``share`` of the values do not exceed."""
+    return sorted(values)[max(math.ceil(share * len(values)), 1) - 1]
+
+
+def peak_rss() -> int:
+    """Peak resident bytes of this process."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):  # ru_maxrss would start from the parent's peak
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def device_peak() -> int | None:
+    """Peak bytes allocated on the GPU; None where none was used."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.max_memory_allocated())
+
+
+def _guard() -> None:
+    """Fork a guard that kills this process group when the parent, which holds the other end of stdin, is gone."""
+    if os.fork():
+        return
+    while os.read(0, 4096):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def main(job_file: str, result_file: str) -> None:
+    """Run the cell; the result file appears whole or not at all."""
+    _guard()
+    progress = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def report(stage: str, done: int, total: int) -> None:
+        progress.write(f"{stage}\t{done}\t{total}\n")
+        progress.flush()
+
+    try:
+        result = measure(json.loads(Path(job_file).read_text()), report)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        traceback.print_exc()
+        status = "oom" if _out_of_memory(error) else "error"
+        message = f"{type(error).__name__}: {error}".strip()
+        result = {"status": status, "error": message, "memory": {}}
+    result["memory"] |= {"peak_rss_bytes": peak_rss(), "device_peak_bytes": device_peak()}
+    partial = Path(result_file + ".partial")
+    partial.write_text(json.dumps(result))
+    partial.rename(result_file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,264 @@
+"""The command line: ``icr-bench run | table | export | list | describe | validate | lint``."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from icr_bench.benchmarks.base import DataError
+from icr_bench.harness import suite as suites
+from icr_bench.harness.errors import DATA, EXTRA, FAILED, INTERRUPTED, OK, USAGE, UsageError, unknown
+from icr_bench.harness.metrics import DEFINITIONS
+from icr_bench.harness.registry import Kind, Registry
+from icr_bench.harness.spec import parse_spec
+from icr_bench.retrievers.base import MissingExtra
+
+RUNS = Path("results/runs")
+
+EXIT_CODES = (
+    "exit codes: 0 ok; 1 a cell failed; 2 usage (flags, names, keys, sizes, suite file, output folder, plug-in); "
+    "3 data; 4 a missing extra; 130 interrupted"
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog="icr-bench",
+        description="Compare retrievers as the corpus grows: recall, latency and memory for every N.",
+        epilog=EXIT_CODES,
+    )
+    top.add_argument("--version", action="version", version=f"icr-bench {version('icr-bench')}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(name: str, summary: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=summary, description=summary, epilog=EXIT_CODES, allow_abbrev=False)
+        sub.add_argument(
+            "--plugin", action="append", metavar="FILE", help="a Python file that defines RETRIEVERS or BENCHMARKS"
+        )
+        return sub
+
+    run = command("run", "compute the cells of a suite and print its tables; a rerun computes what is missing")
+    run.add_argument("suite", nargs="?", metavar="SUITE", help="a YAML file or a name (icr-bench list suites)")
+    spec = "NAME or NAME:key=value,key=value; may be repeated; label= renames its rows"
+    run.add_argument("-b", "--benchmark", action="append", metavar="SPEC", help=spec)
+    run.add_argument("-r", "--retriever", action="append", metavar="SPEC", help=spec)
+    run.add_argument("-n", metavar="SIZES", help="corpus sizes, such as 46,500,1k,2.5k,all")
+    run.add_argument("-k", metavar="CUTOFFS", help="metric cut-offs; the largest is the depth kept (1,2,5,10)")
+    run.add_argument("--seed", metavar="SEEDS", help="seeds, such as 0,1; each is a set of cells (0)")
+    run.add_argument("--queries", metavar="M", help="a seeded sample of M declared queries (all)")
+    run.add_argument("--latency-queries", metavar="M", help="queries timed one by one (50)")
+    run.add_argument("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (auto)")
+    run.add_argument("--dtype", metavar="TYPE", help=f"of model weights: {', '.join(suites.DTYPES)} (auto)")
+    run.add_argument("--timeout", metavar="S", help="seconds that a cell may take")
+    run.add_argument("--memory-limit", metavar="B", help="resident bytes that a cell may use, such as 8GB")
+    run.add_argument("-o", "--output", metavar="DIR", type=Path, help=f"folder of the run ({RUNS}/<suite>)")
+    run.add_argument("--fresh", action="store_true", help="delete the folder's cells first")
+    run.add_argument("--retry-failed", action="store_true", help="compute failed cells again")
+
+    table = command("table", "tables of one or several runs")
+    table.add_argument("folders", nargs="+", metavar="DIR", type=Path)
+    table.add_argument("--metric", action="append", metavar="M", help="such as hit@1; may be repeated")
+    table.add_argument("--format", choices=("md", "csv", "latex", "json"), default="md")
+
+    export = command("export", "write TREC runs and qrels of a run's finished cells")
+    export.add_argument("folder", metavar="DIR", type=Path)
+    export.add_argument("-o", "--output", metavar="DIR", type=Path, help="folder to write to (DIR/trec)")
+
+    listing = command("list", "names that can be chosen")
+    listing.add_argument("what", choices=("retrievers", "benchmarks", "suites", "metrics"))
+
+    describe = command("describe", "what a retriever, benchmark, suite or metric is, and its options")
+    describe.add_argument("name", metavar="NAME")
+
+    validate = command("validate", "check a retriever against the contract that every retriever must keep")
+    validate.add_argument("spec", metavar="NAME", help="NAME or NAME:key=value,key=value")
+
+    lint = command("lint", "check a benchmark's data; errors name file and line")
+    lint.add_argument("spec", metavar="BENCHMARK", help="NAME or NAME:key=value,key=value")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(given)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        handler = globals()[f"_{options.command}"]
+        code: int = handler(options, shlex.join(["icr-bench", *given]))
+        sys.stdout.flush()
+        return code
+    except UsageError as error:
+        return _fail(error, USAGE)
+    except DataError as error:
+        return _fail(error, DATA)
+    except MissingExtra as error:
+        return _fail(error, EXTRA)
+    except KeyboardInterrupt:
+        print("icr-bench: interrupted; finished cells are kept, the same command goes on from there", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone, as with `| head`
+        return OK
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"icr-bench: {error}", file=sys.stderr)
+    return code
+
+
+FLAGS = (
+    "benchmark",
+    "retriever",
+    "n",
+    "k",
+    "seed",
+    "queries",
+    "latency_queries",
+    "device",
+    "dtype",
+    "timeout",
+    "memory_limit",
+    "plugin",
+)
+
+
+def _run(options: argparse.Namespace, command: str) -> int:
+    from icr_bench.harness import tables
+    from icr_bench.harness.display import display
+    from icr_bench.harness.folder import latest, write
+    from icr_bench.harness.run import run
+
+    suite = suites.assemble(options.suite, {flag: getattr(options, flag) for flag in FLAGS})
+    out: Path = options.output or RUNS / suite.name
+    with display() as shown:
+        outcome = run(suite, out, command, shown, fresh=options.fresh, retry_failed=options.retry_failed)
+    folder = out / "tables"
+    folder.mkdir(exist_ok=True)
+    for table in tables.build(latest(out), None, command):
+        name = f"{table.benchmark}-{table.name}".replace("/", "_")
+        for form, ending in tables.ENDINGS.items():
+            write(folder / f"{name}.{ending}", table.render(form))  # type: ignore[arg-type]
+    for table in tables.build(outcome.records, None, command):
+        print(table.render("md"))
+    print(f"{outcome.computed} cells computed, {outcome.reused} there already; records, rankings and tables: {out}")
+    for record in outcome.failed:
+        name = f"{record['benchmark']} n={record['n']:,} {record['retriever']} seed {record['seed']}"
+        print(f"icr-bench: {name}: {record['status']}: {record['error']} (log: {out / record['log']})", file=sys.stderr)
+    return outcome.exit_code
+
+
+def _table(options: argparse.Namespace, command: str) -> int:
+    from icr_bench.harness import tables
+    from icr_bench.harness.folder import latest
+
+    records = [record for folder in options.folders for record in latest(folder)]
+    if not records:
+        raise UsageError(f"{', '.join(map(str, options.folders))}: no finished cells yet")
+    metrics = [metric for given in options.metric or () for metric in given.split(",")] or None
+    built = tables.build(records, metrics, command)
+    if options.format == "json":
+        import json
+
+        print(json.dumps([table.as_dict() for table in built], indent=1))
+    else:
+        print("\n".join(table.render(options.format) for table in built), end="")
+    return OK
+
+
+def _export(options: argparse.Namespace, command: str) -> int:
+    from icr_bench.harness.export import export
+
+    for file in export(options.folder, options.output or options.folder / "trec"):
+        print(file)
+    return OK
+
+
+def _list(options: argparse.Namespace, command: str) -> int:
+    registry = Registry(options.plugin or ())
+    names = {
+        "retrievers": registry.names("retriever"),
+        "benchmarks": registry.names("benchmark"),
+        "suites": suites.names(),
+        "metrics": [f"{name}@k" for name in DEFINITIONS],
+    }
+    print("\n".join(names[options.what]))
+    return OK
+
+
+def _describe(options: argparse.Namespace, command: str) -> int:
+    registry = Registry(options.plugin or ())
+    name: str = options.name
+    kinds: tuple[Kind, ...] = ("retriever", "benchmark")
+    found = [_describe_target(registry, kind, name) for kind in kinds if name in registry.names(kind)]
+    if name in suites.names():
+        found.append(f"suite {name}\n\n{suites.text(name)}")
+    metric = name.partition("@")[0]
+    if metric in DEFINITIONS:
+        found.append(f"metric {metric}@k\n\n{DEFINITIONS[metric]}\n")
+    if not found:
+        known = [*registry.names("retriever"), *registry.names("benchmark"), *suites.names(), *DEFINITIONS]
+        raise unknown("name", name, known)
+    print("\n".join(found), end="")
+    return OK
+
+
+def _describe_target(registry: Registry, kind: Kind, name: str) -> str:
+    lines = [f"{kind} {name}", "", inspect.getdoc(registry.get(kind, name)) or "(no description)", "", "options:"]
+    for option in registry.options(kind, name).values():
+        default = "required" if option.required else f"default {option.default}"
+        lines.append(f"  {option.name}= ({_type(option.annotation)}; {default})")
+    if kind == "benchmark":
+        from icr_bench.harness.run import COMMON_HELP
+
+        lines += ["", "options of every benchmark:"] + [f"  {key}= {text}" for key, text in COMMON_HELP.items()]
+    else:
+        lines += ["  label= the name of the rows"]
+    return "\n".join(lines) + "\n"
+
+
+def _type(annotation: Any) -> str:
+    return annotation.__name__ if inspect.isclass(annotation) else str(annotation).replace("typing.", "")
+
+
+def _validate(options: argparse.Namespace, command: str) -> int:
+    from icr_bench.harness.validate import validate
+
+    registry = Registry(options.plugin or ())
+    spec = parse_spec(options.spec)
+    registry.resolve("retriever", spec)
+    filled = {"device": "auto", "dtype": "auto", "seed": 0}
+    results = validate(lambda: registry.build("retriever", spec, filled))
+    for result in results:
+        print(f"{'ok  ' if result.ok else 'FAIL'} {result.name}" + (f": {result.problem}" if result.problem else ""))
+    failed = sum(not result.ok for result in results)
+    print(f"{spec.name}: {len(results) - failed} of {len(results)} checks hold")
+    return FAILED if failed else OK
+
+
+def _lint(options: argparse.Namespace, command: str) -> int:
+    from icr_bench.harness.run import load_benchmark, prepare_benchmark
+
+    registry = Registry(options.plugin or ())
+    asked = prepare_benchmark(registry, parse_spec(options.spec), None)
+    benchmark = load_benchmark(registry, asked, (0,))[0]
+    for warning in benchmark.warnings:
+        print(f"warning: {warning}")
+    print(
+        f"{asked.spec.row}: {len(benchmark.documents):,} documents, {len(benchmark.queries):,} declared queries, "
+        f"{len(benchmark.golds):,} gold documents, {len(benchmark.warnings)} warnings, no errors"
+    )
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

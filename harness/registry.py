@@ -1,0 +1,214 @@
+"""Names to retrievers and benchmarks: the built-in tables, entry points of other packages, and plug-in files."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, Literal
+
+from icr_bench.benchmarks import BENCHMARKS
+from icr_bench.harness.errors import UsageError, unknown
+from icr_bench.harness.spec import Spec
+from icr_bench.retrievers import RETRIEVERS
+
+Kind = Literal["retriever", "benchmark"]
+
+FILLED = ("device", "dtype", "seed")
+"""Arguments that the run fills; they are no options of a spec."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One keyword argument of a retriever or benchmark."""
+
+    name: str
+    annotation: Any
+    default: Any  # inspect.Parameter.empty where the option is required
+
+    @property
+    def required(self) -> bool:
+        return self.default is inspect.Parameter.empty
+
+
+class Registry:
+    """All names that can be chosen. Nothing is imported before it is chosen, except plug-in files."""
+
+    def __init__(self, plugins: Iterable[str | Path] = ()) -> None:
+        self._targets: dict[Kind, dict[str, Any]] = {"retriever": dict(RETRIEVERS), "benchmark": dict(BENCHMARKS)}
+        for kind in self._targets:
+            for point in entry_points(group=f"icr_bench.{kind}s"):
+                self._add(kind, point.name, point, f"entry point {point.value}")
+        self.plugins = tuple(Path(plugin).absolute() for plugin in plugins)
+        for plugin in self.plugins:
+            self._load_plugin(plugin)
+
+    def _add(self, kind: Kind, name: str, target: Any, where: str) -> None:
+        if name in self._targets[kind]:
+            raise UsageError(f"{where}: a {kind} called {name!r} exists already; choose another name")
+        self._targets[kind][name] = target
+
+    def _load_plugin(self, file: Path) -> None:
+        if not file.is_file():
+            raise UsageError(f"--plugin {file}: no such file")
+        name = f"icr_bench_plugin_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise UsageError(f"--plugin {file}: not a Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:  # whatever the author's code raises is his to read
+            line = _line_in(error, file)
+            raise UsageError(f"--plugin {file}{line}: fails to import: {type(error).__name__}: {error}") from error
+        tables: dict[Kind, Any] = {
+            "retriever": getattr(module, "RETRIEVERS", None),
+            "benchmark": getattr(module, "BENCHMARKS", None),
+        }
+        if tables["retriever"] is None and tables["benchmark"] is None:
+            raise UsageError(f"--plugin {file}: defines neither RETRIEVERS nor BENCHMARKS (a dict: name -> class)")
+        for kind, table in tables.items():
+            if not isinstance(table or {}, dict):
+                raise UsageError(f"--plugin {file}: {kind.upper()}S must be a dict, got {type(table).__name__}")
+            for name, target in (table or {}).items():
+                self._add(kind, name, target, f"--plugin {file}")
+
+    def names(self, kind: Kind) -> list[str]:
+        return sorted(self._targets[kind])
+
+    def get(self, kind: Kind, name: str) -> Callable[..., Any]:
+        """The class or function behind a name."""
+        if name not in self._targets[kind]:
+            raise unknown(kind, name, self._targets[kind])
+        target = self._targets[kind][name]
+        if isinstance(target, EntryPoint):
+            try:
+                target = target.load()
+            except Exception as error:
+                raise UsageError(f"{kind} {name!r} fails to import: {type(error).__name__}: {error}") from error
+        elif isinstance(target, str):
+            module, _, attribute = target.partition(":")
+            target = getattr(importlib.import_module(module), attribute)
+        if not callable(target):
+            raise UsageError(f"{kind} {name!r} is {target!r}, not a class or function")
+        found: Callable[..., Any] = target
+        return found
+
+    def source(self, kind: Kind, name: str) -> Path | None:
+        """The file that defines a name, where it is known."""
+        file = inspect.getsourcefile(inspect.unwrap(self.get(kind, name)))
+        return Path(file) if file else None
+
+    def options(self, kind: Kind, name: str) -> dict[str, Option]:
+        """The options that a spec may give."""
+        return {o.name: o for o in self._arguments(kind, name) if o.name not in FILLED}
+
+    def filled(self, kind: Kind, name: str) -> set[str]:
+        """The arguments among `FILLED` that it takes."""
+        return {o.name for o in self._arguments(kind, name)} & set(FILLED)
+
+    def _arguments(self, kind: Kind, name: str) -> list[Option]:
+        target = self.get(kind, name)
+        hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+        arguments = []
+        for parameter in inspect.signature(target).parameters.values():
+            if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                raise UsageError(f"{kind} {name!r}: options must be named arguments, got {parameter}")
+            arguments.append(Option(parameter.name, hints.get(parameter.name, str), parameter.default))
+        return arguments
+
+    def resolve(self, kind: Kind, spec: Spec) -> dict[str, Any]:
+        """All options of a spec, converted to the types that the annotations name, defaults included."""
+        known = self.options(kind, spec.name)
+        for key in spec.options:
+            if key not in known:
+                raise unknown(f"option of {kind} {spec.name}", key, known)
+        values = {}
+        for option in known.values():
+            if option.name in spec.options:
+                try:
+                    values[option.name] = convert(spec.options[option.name], option.annotation)
+                except ValueError as error:
+                    raise UsageError(f"{kind} {spec.name}: {option.name}: {error}") from None
+            elif option.required:
+                raise UsageError(f"{kind} {spec.name} needs {option.name}=: {spec.name}:{option.name}=...")
+            else:
+                values[option.name] = option.default
+        return values
+
+    def build(self, kind: Kind, spec: Spec, filled: Mapping[str, Any]) -> Any:
+        """Make the retriever or benchmark; ``filled`` holds values for `FILLED`, used where it takes them."""
+        taken = self.filled(kind, spec.name)
+        given = {key: value for key, value in filled.items() if key in taken}
+        return self.get(kind, spec.name)(**self.resolve(kind, spec), **given)
+
+
+def _line_in(error: BaseException, file: Path) -> str:
+    if isinstance(error, SyntaxError) and error.lineno:
+        return f":{error.lineno}"
+    trace, line = error.__traceback__, None
+    while trace:
+        if trace.tb_frame.f_code.co_filename == str(file):
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return f":{line}" if line else ""
+
+
+_BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def convert(value: Any, annotation: Any) -> Any:
+    """A value from text or YAML as the annotation's type; lists are written ``3+4``.
+
+    Raises:
+        ValueError: what was got and what was expected.
+    """
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation in (Any, inspect.Parameter.empty, object):
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if type(None) in arguments and (value is None or (isinstance(value, str) and value.lower() == "none")):
+            return None
+        problems = []
+        for argument in (a for a in arguments if a is not type(None)):
+            try:
+                return convert(value, argument)
+            except ValueError as error:
+                problems.append(str(error))
+        raise ValueError(problems[0] if len(problems) == 1 else f"got {value!r}: " + "; ".join(problems))
+    if origin is Literal:
+        for choice in arguments:
+            if value == choice or str(value) == str(choice):
+                return choice
+        raise ValueError(f"expected one of {', '.join(map(str, arguments))}, got {value!r}")
+    if origin in (list, tuple, set, frozenset) or annotation in (list, tuple):
+        of = arguments[0] if arguments else str
+        parts = value.split("+") if isinstance(value, str) else value if isinstance(value, (list, tuple)) else [value]
+        return (origin or annotation)(convert(part, of) for part in parts)
+    if annotation is bool:
+        if str(value).lower() in _BOOLEANS:
+            return _BOOLEANS[str(value).lower()]
+        raise ValueError(f"expected true or false, got {value!r}")
+    if annotation in (int, float) and not isinstance(value, bool):
+        try:
+            number = annotation(value if isinstance(value, str) else repr(value))
+        except ValueError:
+            kind = "a whole number" if annotation is int else "a number"
+            raise ValueError(f"expected {kind}, got {value!r}") from None
+        return number
+    if annotation is Path and isinstance(value, str) and value:
+        return Path(value).expanduser()
+    if annotation is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return str(value)
+    if inspect.isclass(annotation) and isinstance(value, annotation):
+        return value
+    raise ValueError(f"expected {getattr(annotation, '__name__', annotation)}, got {value!r}")

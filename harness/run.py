@@ -1,0 +1,339 @@
+"""The run: every cell of a suite's grid that is not there yet, each in its own process, each kept as it ends."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import random
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from icr_bench.benchmarks.base import Benchmark, SizeError, Task
+from icr_bench.harness import metrics
+from icr_bench.harness.cell import Job
+from icr_bench.harness.environment import code_digest, environment
+from icr_bench.harness.errors import FAILED, OK, UsageError
+from icr_bench.harness.folder import Folder, Record, row
+from icr_bench.harness.process import Limits, run_cell
+from icr_bench.harness.registry import Registry, convert
+from icr_bench.harness.spec import ALL, Spec
+from icr_bench.harness.suite import Suite
+from icr_bench.retrievers.base import MissingExtra
+from icr_bench.retrievers.weights import identify
+
+COMMON: Mapping[str, tuple[Any, Any]] = {
+    "queries": (int | None, None),
+    "relevant": (int, 1),
+    "max_tokens": (int | None, None),
+    "exclude_self": (bool, False),
+}
+"""Options of every benchmark: type and default."""
+
+COMMON_HELP = {
+    "n": "corpus sizes, such as 500+1k+all; put before the run's own",
+    "queries": "a seeded sample of that many declared queries; all by default",
+    "relevant": "the lowest grade that makes a document relevant",
+    "max_tokens": "cut every document to that many tokens of the retriever's tokenizer (whitespace, if it has none)",
+    "exclude_self": "never return the document whose id equals the query's id",
+    "label": "the name of the rows",
+}
+
+
+class Display(Protocol):
+    """Where a run tells what it is doing."""
+
+    def say(self, text: str) -> None: ...
+
+    def cell_started(self, title: str, number: int, total: int) -> None: ...
+
+    def cell_progress(self, stage: str, done: int, total: int) -> None: ...
+
+    def cell_ended(self, record: Record) -> None: ...
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A benchmark as asked for: its options apart from the harness's own."""
+
+    spec: Spec
+    own: dict[str, Any]
+    common: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Answering:
+    """A retriever as asked for, with what identifies it."""
+
+    spec: Spec
+    options: dict[str, Any]
+    weights: dict[str, str]
+    code: str
+
+
+@dataclass
+class Outcome:
+    """What a run came to."""
+
+    records: list[Record] = field(default_factory=list)  # of the whole grid, in order
+    computed: int = 0
+    reused: int = 0
+
+    @property
+    def failed(self) -> list[Record]:
+        return [record for record in self.records if record["status"] != "ok"]
+
+    @property
+    def exit_code(self) -> int:
+        return FAILED if self.failed else OK
+
+
+def run(suite: Suite, out: Path, command: str, display: Display, *, fresh: bool, retry_failed: bool) -> Outcome:
+    """Compute the cells of a suite that the folder does not hold yet.
+
+    Raises:
+        UsageError, DataError, MissingExtra: before the first cell, if anything asked for cannot be had.
+    """
+    registry = Registry(suite.plugins)
+    check_device(suite.device)
+    answering = [prepare_retriever(registry, spec, suite) for spec in suite.retrievers]
+    grid = [
+        (prepared, seed, benchmark, n)
+        for spec, sizes in zip(suite.benchmarks, suite.sizes, strict=True)
+        for prepared in [prepare_benchmark(registry, spec, suite.queries)]
+        for seed, benchmark in load_benchmark(registry, prepared, suite.seeds).items()
+        for n in check_sizes(prepared.spec.row, benchmark, sizes)
+    ]
+    outcome = Outcome()
+    total = len(grid) * len(answering)
+    with Folder(out, suite.name, command, fresh=fresh) as folder:
+        if folder.cut_bytes:
+            display.say(f"cut a torn last line of {folder.cut_bytes} bytes from {out / 'cells.jsonl'}")
+        for prepared in {id(entry[0]): entry for entry in grid}.values():
+            for warning in prepared[2].warnings:
+                display.say(f"warning: {prepared[0].spec.row}: {warning}")
+        for asked, seed, benchmark, n in grid:
+            task = benchmark.at(n)
+            for retriever in answering:
+                number = len(outcome.records) + 1
+                draft = draft_record(suite, command, asked, seed, benchmark, task, retriever)
+                held = folder.latest.get(row(draft))
+                if held and held["key"] == draft["key"] and not _again(held, draft, retry_failed):
+                    outcome.records.append(held)
+                    outcome.reused += 1
+                    continue
+                title = f"{draft['benchmark']} n={n:,} {draft['retriever']} seed {seed}"
+                display.cell_started(title, number, total)
+                record, rankings = compute(suite, draft, asked, task, retriever, folder, display)
+                folder.keep(record, rankings, task)
+                outcome.records.append(record)
+                outcome.computed += 1
+                display.cell_ended(record)
+    return outcome
+
+
+def _again(held: Record, draft: Record, retry_failed: bool) -> bool:
+    """Whether a failed cell is computed again: when asked to, or under other limits."""
+    limits = ("timeout", "memory_limit")
+    changed = any(held["config"][key] != draft["config"][key] for key in limits)
+    return held["status"] != "ok" and (retry_failed or changed)
+
+
+def check_device(device: str) -> None:
+    """Refuse a GPU that is not there."""
+    if not device.startswith("cuda"):
+        return
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(device.partition(":")[2] or 0) >= count:
+        raise UsageError(f"--device {device}: PyTorch sees {count} CUDA devices here; take cpu or auto")
+
+
+def prepare_retriever(registry: Registry, spec: Spec, suite: Suite) -> Answering:
+    """Check a retriever's options and find what identifies its weights and code."""
+    options = registry.resolve("retriever", spec)
+    filled = {"device": suite.device, "dtype": suite.dtype, "seed": suite.seeds[0]}
+    weights = {}
+    try:
+        with suppress(RuntimeError, LookupError, AttributeError, ArithmeticError):  # a plug-in's fault is its cell's
+            registry.build("retriever", spec, filled)
+        for key, value in options.items():
+            if isinstance(value, (str, Path)) and (key == "model" or (str(value) and Path(value).exists())):
+                weights[key] = identify(str(value))
+    except MissingExtra:
+        raise
+    except (ValueError, TypeError, OSError) as error:
+        raise UsageError(f"retriever {spec.row}: {error}") from error
+    plugin = registry.source("retriever", spec.name)
+    return Answering(spec, options, weights, code_digest(plugin))
+
+
+def prepare_benchmark(registry: Registry, spec: Spec, queries: int | None) -> Asked:
+    """Check a benchmark's options and set the harness's own apart."""
+    given = dict(spec.options)
+    common = {}
+    for key, (annotation, default) in COMMON.items():
+        try:
+            common[key] = convert(given.pop(key), annotation) if key in given else default
+        except ValueError as error:
+            raise UsageError(f"benchmark {spec.row}: {key}: {error}") from None
+    if common["queries"] is None:
+        common["queries"] = queries
+    for key in ("queries", "max_tokens", "relevant"):
+        if common[key] is not None and common[key] < 1:
+            raise UsageError(f"benchmark {spec.row}: {key} must be 1 or more, got {common[key]}")
+    bare = Spec(spec.name, given, spec.label)
+    return Asked(bare, registry.resolve("benchmark", bare), common)
+
+
+def load_benchmark(registry: Registry, asked: Asked, seeds: tuple[int, ...]) -> dict[int, Benchmark]:
+    """Seed -> benchmark with its queries chosen; read once where the seed does not change the data."""
+    made = "seed" in registry.filled("benchmark", asked.spec.name)
+    loaded: dict[int, Benchmark] = {}
+    benchmark: Benchmark | None = None
+    try:
+        for seed in seeds:
+            if made or benchmark is None:
+                benchmark = registry.build("benchmark", asked.spec, {"seed": seed})
+            if not isinstance(benchmark, Benchmark):
+                raise UsageError(f"benchmark {asked.spec.name}: expected a Benchmark, got {type(benchmark).__name__}")
+            loaded[seed] = benchmark.choose(
+                seed=seed, relevant=asked.common["relevant"], queries=asked.common["queries"]
+            )
+    except ValueError as error:
+        raise UsageError(f"benchmark {asked.spec.row}: {error}") from error
+    return loaded
+
+
+def check_sizes(name: str, benchmark: Benchmark, sizes: tuple[int | str, ...]) -> list[int]:
+    """Sizes as integers, each one that the benchmark has."""
+    whole = [len(benchmark.documents) if size == ALL else int(size) for size in sizes]
+    try:
+        for n in whole:
+            benchmark.check_size(n)
+    except SizeError as error:
+        raise UsageError(f"benchmark {name}: {error}") from None
+    return list(dict.fromkeys(whole))
+
+
+def draft_record(
+    suite: Suite, command: str, asked: Asked, seed: int, benchmark: Benchmark, task: Task, retriever: Answering
+) -> Record:
+    """The part of a record that is known beforehand, with the key that tells whether the cell is there already."""
+    n = len(task.documents)
+    config = {
+        "benchmark": {
+            "name": asked.spec.name,
+            "given": dict(asked.spec.options),
+            "resolved": asked.own | asked.common,
+        },
+        "retriever": {
+            "name": retriever.spec.name,
+            "given": dict(retriever.spec.options),
+            "resolved": dict(retriever.options),
+        },
+        "k": list(suite.cutoffs),
+        "depth": min(max(suite.cutoffs), n),
+        "device": suite.device,
+        "dtype": suite.dtype,
+        "latency_queries": suite.latency_queries,
+        "timeout": suite.timeout,
+        "memory_limit": suite.memory_limit,
+    }
+    draft = {
+        "benchmark": asked.spec.row,
+        "n": n,
+        "retriever": retriever.spec.row,
+        "seed": seed,
+        "config": config,
+        "fingerprint": {"data": task.fingerprint, "weights": retriever.weights, "code": retriever.code},
+        "command": command,
+        "warnings": list(benchmark.warnings),
+        "environment": environment(),
+    }
+    identity: list[Any] = json.loads(json.dumps([draft["fingerprint"], row(draft), config], default=str))
+    for key in ("timeout", "memory_limit"):
+        del identity[2][key]  # they do not change a cell that ended within them
+    for side in ("benchmark", "retriever"):
+        del identity[2][side]["given"]  # the same options may be written in several ways
+    canonical = json.dumps(identity, sort_keys=True)
+    draft["key"] = hashlib.sha256(canonical.encode()).hexdigest()
+    normal: Record = json.loads(json.dumps(draft, default=str))
+    return normal
+
+
+def compute(
+    suite: Suite, draft: Record, asked: Asked, task: Task, retriever: Answering, folder: Folder, display: Display
+) -> tuple[Record, list[Record]]:
+    """Run one cell and score it; the record, and the rankings as they are kept."""
+    exclude = asked.common["exclude_self"]
+    ids = set(task.ids) if exclude else set()
+    depth = draft["config"]["depth"]
+    rng = random.Random(f"icr-bench latency {draft['seed']}")
+    job = Job(
+        plugins=[str(plugin.absolute()) for plugin in suite.plugins],
+        retriever=retriever.spec.name,
+        options=dict(retriever.spec.options),
+        filled={"device": suite.device, "dtype": suite.dtype, "seed": draft["seed"]},
+        documents=[document.text for document in task.documents],
+        queries=[query.text for query in task.queries],
+        sample=rng.sample(range(len(task.queries)), min(suite.latency_queries, len(task.queries))),
+        depth=min(depth + 1, len(task.documents)) if exclude else depth,
+        max_tokens=asked.common["max_tokens"],
+    )
+    log = folder.path / "logs" / f"{draft['key'][:16]}.log"
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    limits = Limits(suite.timeout, suite.memory_limit)
+    result = run_cell(job, folder.work, log, limits, display.cell_progress)
+    record = {**draft, "status": result["status"], "error": result.get("error"), "started": started}
+    record["memory"] = {"index_bytes": None, **result["memory"]}
+    declared = len(task.queries)
+    if result["status"] != "ok":
+        record["log"] = f"logs/{log.name}"
+        record |= dict.fromkeys(("metrics", "ceiling", "tie_rate", "time", "tokens", "truncated"))
+        record["queries"] = {"declared": declared, "scored": 0, "empty": 0, "failed": declared}
+        return record, []
+    if log.stat().st_size:
+        record["log"] = f"logs/{log.name}"
+    else:
+        log.unlink()
+    kept, tied = order(task, result["answers"], depth, ids)
+    scored = metrics.score(
+        {line["query"]: line["documents"] for line in kept},
+        tied,
+        task.judgments,
+        task.relevant,
+        suite.cutoffs,
+        {query.id: query.id for query in task.queries if query.id in ids},
+    )
+    failed = sum(bool(line.get("error")) for line in kept)
+    empty = sum(not line["documents"] and not line.get("error") for line in kept)
+    record |= {
+        "metrics": scored.summary(),
+        "queries": {"declared": declared, "scored": declared - failed, "empty": empty, "failed": failed},
+        "ceiling": scored.ceiling,
+        "tie_rate": scored.tie_rate,
+        **{key: result[key] for key in ("time", "tokens", "truncated")},
+    }
+    record["config"]["retriever"]["resolved"] |= result["settings"]
+    return record, kept
+
+
+def order(task: Task, answers: list[Any], depth: int, excluded: set[str]) -> tuple[list[Record], list[bool]]:
+    """Rankings in canonical order as they are kept, cut to depth, and whether equal scores occur in each."""
+    kept, tied = [], []
+    for query, (numbers, scores, error) in zip(task.queries, answers, strict=True):
+        positions = metrics.canonical(numbers, scores)
+        positions = [p for p in positions if not (query.id in excluded and task.ids[numbers[p]] == query.id)][:depth]
+        line = {
+            "query": query.id,
+            "documents": [task.ids[numbers[p]] for p in positions],
+            "scores": [scores[p] for p in positions],
+        }
+        kept.append(line | ({"error": error} if error else {}))
+        tied.append(len(set(line["scores"])) < len(line["scores"]))
+    return kept, tied

@@ -1,0 +1,119 @@
+"""``NAME:key=value,key=value``, sizes, byte counts: the small languages of the command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from icr_bench.harness.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A retriever or benchmark as asked for: its name, its options as written, and the name of its rows."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    label: str = ""
+
+    @property
+    def row(self) -> str:
+        """What the record and the tables call it."""
+        return self.label or self.name
+
+
+_PAIR = re.compile(r"""\s*([^=,]*?)\s*=\s*("[^"]*"|'[^']*'|[^,]*)\s*(?:,|$)""")
+
+
+def parse_spec(text: str) -> Spec:
+    """Parse ``NAME`` or ``NAME:key=value,…``: split at the first colon, then commas, then the first ``=``.
+
+    Values may be quoted with ' or "; a quoted value may hold commas.
+    """
+    name, _, rest = text.partition(":")
+    options: dict[str, Any] = {}
+    position = 0
+    while position < len(rest):
+        match = _PAIR.match(rest, position)
+        if match is None or not match[1]:
+            after = rest[:position] or f"{name}:"
+            raise UsageError(f"{text!r}: expected key=value after {after!r}, got {rest[position:]!r}")
+        key, value = match[1], match[2].strip()
+        quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'"
+        _put(options, key, value[1:-1] if quoted else value, text)
+        position = match.end()
+    return _spec(name.strip(), options, text)
+
+
+def spec_of(value: object, where: str) -> Spec:
+    """A spec from a suite: a string as on the command line, or a mapping with ``name`` and options."""
+    if isinstance(value, str):
+        return parse_spec(value)
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise UsageError(f"{where}: expected NAME:key=value or a mapping with a name, got {value!r}")
+    options: dict[str, Any] = {}
+    for key, option in value.items():
+        if key != "name":
+            _put(options, str(key), option, where)
+    return _spec(value["name"], options, where)
+
+
+def _put(options: dict[str, Any], key: str, value: Any, where: str) -> None:
+    key = key.replace("-", "_")
+    if key in options:
+        raise UsageError(f"{where!r}: {key} is given twice")
+    options[key] = value
+
+
+def _spec(name: str, options: dict[str, Any], where: str) -> Spec:
+    if not name:
+        raise UsageError(f"{where!r}: the name is missing")
+    label = options.pop("label", "")
+    if not isinstance(label, str):
+        raise UsageError(f"{where}: label must be text, got {label!r}")
+    return Spec(name, options, label)
+
+
+ALL = "all"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([km]?)", re.IGNORECASE)
+
+
+def parse_sizes(value: object) -> tuple[int | str, ...]:
+    """``46,500,1k,2.5k,all`` (or a list, or ``46+500``) as integers and ``"all"``, without repeats."""
+    return tuple(dict.fromkeys(ALL if part == ALL else _size(part) for part in _parts(value)))
+
+
+def _parts(value: object) -> list[str]:
+    parts = value if isinstance(value, (list, tuple)) else re.split(r"[,+]", str(value))
+    return [str(part).strip().lower() for part in parts]
+
+
+def _size(part: str) -> int:
+    match = _SIZE.fullmatch(part)
+    size = float(match[1]) * {"": 1, "k": 1_000, "m": 1_000_000}[match[2]] if match else 0
+    if size < 1 or size != int(size):
+        raise UsageError(f"{part!r} is no corpus size; give whole numbers above 0 (1k, 2.5k, 1m too) or all")
+    return int(size)
+
+
+def parse_numbers(value: object, what: str, lowest: int) -> tuple[int, ...]:
+    """``1,2,5`` (or a list) as distinct integers of at least ``lowest``."""
+    numbers = []
+    for part in _parts(value):
+        if not re.fullmatch(r"-?\d+", part) or int(part) < lowest:
+            raise UsageError(f"{what}: {part!r} is not a whole number of at least {lowest}")
+        numbers.append(int(part))
+    return tuple(dict.fromkeys(numbers))
+
+
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+
+
+def parse_bytes(value: object) -> int:
+    """``8GB``, ``512MiB`` or plain bytes."""
+    match = _BYTES.fullmatch(str(value).strip())
+    if not match or float(match[1]) <= 0:
+        raise UsageError(f"memory-limit: {value!r} is no number of bytes; write 8GB, 512MiB or 1000000")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2].lower() or " "))

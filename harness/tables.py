@@ -1,0 +1,211 @@
+"""Retriever x N tables of quality, latency and memory from records."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tabulate import tabulate
+
+from icr_bench.harness import metrics
+from icr_bench.harness.errors import UsageError
+from icr_bench.harness.folder import Record
+
+Format = Literal["md", "csv", "latex", "json"]
+FORMATS: tuple[Format, ...] = ("md", "csv", "latex", "json")
+ENDINGS = {"md": "md", "csv": "csv", "latex": "tex"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value of a table as text and as a number; ``low`` and ``high`` where it has an interval."""
+
+    text: str
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows are retrievers, columns corpus sizes."""
+
+    benchmark: str
+    name: str  # a metric, or what is measured
+    sizes: list[int]
+    rows: list[tuple[str, list[Cell | None]]]
+    notes: list[str]
+
+    def render(self, form: Format) -> str:
+        """As text that ends with a line feed."""
+        if form == "json":
+            return json.dumps(self.as_dict(), indent=1) + "\n"
+        if form == "csv":
+            return self._csv()
+        head = ["retriever", *(f"N={n:,}" for n in self.sizes)]
+        body = [[label, *(cell.text if cell else "" for cell in cells)] for label, cells in self.rows]
+        title = f"{self.benchmark}: {self.name}"
+        if form == "latex":
+            notes = "".join(f"% {note}\n" for note in [title, *self.notes])
+            return notes + tabulate(body, head, tablefmt="latex_booktabs", disable_numparse=True) + "\n"
+        body = [[text.replace("|", "\\|") for text in line] for line in body]
+        drawn = tabulate(body, head, tablefmt="github", disable_numparse=True)
+        return f"### {title}\n\n{drawn}\n\n" + "".join(f"- {note}\n" for note in self.notes)
+
+    def _csv(self) -> str:
+        out = io.StringIO()
+        out.write("".join(f"# {note}\n" for note in [f"{self.benchmark}: {self.name}", *self.notes]))
+        head = ["retriever"]
+        bounds = any(cell and cell.low is not None for _, cells in self.rows for cell in cells)
+        for n in self.sizes:
+            head += [str(n), f"{n} low", f"{n} high"] if bounds else [str(n)]
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(head)
+        for label, cells in self.rows:
+            line: list[Any] = [label]
+            for cell in cells:
+                failure = cell.text if cell and cell.value is None else None
+                values = [cell.value, cell.low, cell.high] if cell else [None] * 3
+                line += [failure or values[0], *values[1:]] if bounds else [failure or values[0]]
+            writer.writerow(line)
+        return out.getvalue()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: one entry a cell."""
+        cells = [
+            {"retriever": label, "n": n, "text": cell.text, "value": cell.value, "low": cell.low, "high": cell.high}
+            for label, row in self.rows
+            for n, cell in zip(self.sizes, row, strict=True)
+            if cell
+        ]
+        return {"benchmark": self.benchmark, "table": self.name, "cells": cells, "notes": self.notes}
+
+
+def build(records: Iterable[Record], chosen: Sequence[str] | None, command: str) -> list[Table]:
+    """Tables of every benchmark: the chosen metrics (or the usual three), latency and memory.
+
+    Several seeds are rows of their own.
+
+    Args:
+        chosen: metrics; None for hit@1, recall and ndcg at the largest cut-off.
+        command: what makes these tables, for their notes.
+
+    Raises:
+        UsageError: a metric that the records do not hold.
+    """
+    records = list(records)
+    tables = []
+    for benchmark in dict.fromkeys(record["benchmark"] for record in records):
+        own = [record for record in records if record["benchmark"] == benchmark]
+        done = [record for record in own if record["status"] == "ok"]
+        for metric in chosen or _usual(done):
+            tables.append(_quality(benchmark, own, metrics.parse_metric(metric), command))
+        tables.append(_latency(benchmark, own, command))
+        tables.append(_memory(benchmark, own, command))
+    return tables
+
+
+def quality(tables: Iterable[Table]) -> list[Table]:
+    """Only the tables of metrics."""
+    return [table for table in tables if "@" in table.name]
+
+
+def _usual(records: Sequence[Record]) -> list[str]:
+    if not records:
+        return ["hit@1"]
+    k = min(max(record["config"]["k"]) for record in records)
+    first = min(min(record["config"]["k"]) for record in records)
+    return [f"hit@{first}", f"recall@{k}", f"ndcg@{k}"]
+
+
+def _grid(
+    benchmark: str, records: Sequence[Record], name: str, cell: Callable[[Record], Cell], notes: list[str]
+) -> Table:
+    sizes = sorted({record["n"] for record in records})
+    seeds = {record["seed"] for record in records}
+    placed: dict[str, dict[int, Cell]] = {}
+    for record in records:
+        label = record["retriever"] + (f" (seed {record['seed']})" if len(seeds) > 1 else "")
+        value = cell(record) if record["status"] == "ok" else Cell(record["status"])
+        placed.setdefault(label, {})[record["n"]] = value
+    rows = [(label, [cells.get(n) for n in sizes]) for label, cells in placed.items()]
+    return Table(benchmark, name, sizes, rows, notes)
+
+
+def _range(values: Iterable[Any]) -> str:
+    kept = sorted(set(values))
+    return f"{kept[0]:,}" if len(kept) == 1 else f"{kept[0]:,} to {kept[-1]:,}" if kept else "0"
+
+
+def _quality(benchmark: str, records: Sequence[Record], metric: str, command: str) -> Table:
+    done = [record for record in records if record["status"] == "ok"]
+    if lacking := [record for record in done if metric not in record["metrics"]]:
+        has = ", ".join(lacking[0]["metrics"])
+        raise UsageError(f"{benchmark}: {metric} was not computed; there are: {has}; run with -k to get others")
+
+    def cell(record: Record) -> Cell:
+        m = record["metrics"][metric]
+        return Cell(f"{m['value']:.3f} [{m['low']:.3f}, {m['high']:.3f}]", m["value"], m["low"], m["high"])
+
+    ceilings = _range(round(record["ceiling"][metric], 3) for record in done)
+    notes = [
+        f"queries: {_range(record['queries']['declared'] for record in records)}; "
+        f"without an answer: {_range(r['queries']['empty'] + r['queries']['failed'] for r in done)} (these score 0)",
+        f"{metrics.definition(metric)}; best attainable: {ceilings}",
+        f"[low, high]: {metrics.INTERVAL}; equal scores rank by document number, a random permutation",
+        f"made by: {command}",
+    ]
+    return _grid(benchmark, records, metric, cell, notes)
+
+
+def _latency(benchmark: str, records: Sequence[Record], command: str) -> Table:
+    done = [record for record in records if record["status"] == "ok"]
+
+    def cell(record: Record) -> Cell:
+        t = record["time"]
+        text = f"{_ms(t['query_p50_s'])} / {_ms(t['query_p95_s'])} ms, {t['queries_per_s']:.3g}/s, {t['index_s']:.2g} s"
+        return Cell(text, t["query_p50_s"])
+
+    notes = [
+        f"median / 95th percentile of one query alone, over {_range(r['time']['sampled'] for r in done)} sampled "
+        f"queries after {_range(r['time']['warmup'] for r in done)} warm-up queries; "
+        f"queries a second in batches of {_range(r['time']['batch'] for r in done)}; seconds to index",
+        f"queries: {_range(record['queries']['declared'] for record in records)}; CSV and JSON hold the median in "
+        f"seconds; no interval; compare only rows of one machine",
+        f"made by: {command}",
+    ]
+    return _grid(benchmark, records, "latency", cell, notes)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.3g}"
+
+
+def _memory(benchmark: str, records: Sequence[Record], command: str) -> Table:
+    def cell(record: Record) -> Cell:
+        m = record["memory"]
+        text = f"{_bytes(m['index_bytes'])}, {_bytes(m['peak_rss_bytes'])}"
+        if m["device_peak_bytes"] is not None:
+            text += f", {_bytes(m['device_peak_bytes'])}"
+        return Cell(text, m["index_bytes"])
+
+    notes = [
+        "bytes of the index computed from what it holds, peak resident memory of the cell's process, peak of the GPU "
+        "where one was used; CSV and JSON hold the bytes of the index; no interval",
+        f"queries: {_range(record['queries']['declared'] for record in records)}",
+        f"made by: {command}",
+    ]
+    return _grid(benchmark, records, "memory", cell, notes)
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"

@@ -1,0 +1,70 @@
+"""The `Retriever` interface: ``index(documents)``, then ``search(queries, k)``."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from icr_bench.benchmarks.base import Document
+
+__all__ = ["Document", "MissingExtra", "Ranking", "Retriever"]
+
+
+class MissingExtra(ImportError):
+    """A package that the chosen retriever needs is not installed."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"{package} is not installed; pip install 'icr-bench[{extra}]'")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The answer to one query: document numbers and their scores, best first (higher is better).
+
+    ``error`` says why a query has no answer (a refused request, say); it then counts as failed and scores 0.
+    """
+
+    numbers: Sequence[int]
+    scores: Sequence[float]
+    error: str = ""
+
+
+class Retriever(ABC):
+    """Answers queries from an index of documents. It sees texts and numbers, never ids or judgments.
+
+    A subclass's ``__init__`` takes its options as keyword-only arguments with annotations, checks them (ValueError)
+    and does nothing expensive; ``load`` brings the weights. The arguments ``device``, ``dtype`` and ``seed`` are
+    filled by the run, where a subclass has them.
+    """
+
+    tokenizer: str = "whitespace"  # names what `token_spans` counts, for the record
+    max_tokens: int | None = None  # tokens of a document beyond this are not read; known after `load`
+
+    def progress(self, done: int, total: int) -> None:  # noqa: B027 - nobody is watching
+        """Tell how far a long `index` has come; a run puts its own display here."""
+
+    def load(self) -> None:  # noqa: B027 - most retrievers have nothing to load
+        """Bring everything that does not depend on the corpus into memory; timed apart from `index`."""
+
+    @abstractmethod
+    def index(self, documents: Sequence[Document]) -> None:
+        """Take the corpus, replacing any earlier one; ``documents[i].number == i``."""
+
+    @abstractmethod
+    def search(self, queries: Sequence[str], k: int) -> list[Ranking]:
+        """One ranking a query, in order, each of at most k documents (1 <= k <= N)."""
+
+    @abstractmethod
+    def index_bytes(self) -> int:
+        """Bytes that the index holds in memory, computed from what it holds."""
+
+    def settings(self) -> dict[str, Any]:
+        """What the options came to (prompts, lengths, versions of an analyser), for the record; after `load`."""
+        return {}
+
+    def token_spans(self, texts: Sequence[str]) -> list[list[tuple[int, int]]]:
+        """Start and end character of every token of every text."""
+        return [[match.span() for match in re.finditer(r"\S+", text)] for text in texts]

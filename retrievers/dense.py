@@ -1,0 +1,194 @@
+"""Dense bi-encoder through sentence-transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from icr_bench.retrievers.base import Document, MissingExtra, Ranking, Retriever
+from icr_bench.retrievers.top import top_k
+from icr_bench.retrievers.weights import locate
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+Floats = NDArray[np.float32]
+
+CHUNK = 1024
+"""Documents encoded between two signs of progress; each chunk is sorted by length."""
+
+HNSW_LINKS, HNSW_CONSTRUCTION, HNSW_SEARCH = 32, 200, 128
+
+
+class Dense(Retriever):
+    """One vector a text from a sentence-transformers model; exact inner-product search in float32 by default.
+
+    Queries and documents are encoded with the model's own prompts (Qwen3-Embedding: its query instruction) and its
+    similarity, cosine or dot product.
+
+    Args:
+        model: hub id (``org/name`` or ``org/name@revision``) or a local folder.
+        query_prompt: text put before every query instead of the model's own prompt.
+        document_prompt: the same for documents.
+        max_length: tokens read of a text, at most; the model's own limit by default.
+        batch_size: texts encoded at once.
+        index: ``exact``, or ``faiss-flat`` or ``faiss-hnsw`` (extra ``faiss``).
+        trust_remote_code: run code that comes with the model.
+    """
+
+    tokenizer = "model"
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        query_prompt: str | None = None,
+        document_prompt: str | None = None,
+        max_length: int | None = None,
+        batch_size: int = 32,
+        index: Literal["exact", "faiss-flat", "faiss-hnsw"] = "exact",
+        trust_remote_code: bool = False,
+        device: str = "auto",
+        dtype: str = "auto",
+    ) -> None:
+        for name, value in (("max_length", max_length), ("batch_size", batch_size)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be 1 or more, got {value}")
+        if index != "exact" and find_spec("faiss") is None:
+            raise MissingExtra("faiss", "faiss")
+        self._model_name, self._device, self._dtype = model, device, dtype
+        self._prompts = {"query": query_prompt, "document": document_prompt}
+        self._max_length, self._batch_size, self._index_name = max_length, batch_size, index
+        self._trust_remote_code = trust_remote_code
+        self._vectors: _Vectors | None = None
+
+    def load(self) -> None:
+        import torch
+        from sentence_transformers import SentenceTransformer
+
+        device = self._device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if self._dtype == "auto":
+            self._dtype = "bfloat16" if device.startswith("cuda") else "float32"
+        name, revision = locate(self._model_name)
+        self._encoder: SentenceTransformer = SentenceTransformer(
+            name,
+            revision=revision,
+            device=device,
+            trust_remote_code=self._trust_remote_code,
+            model_kwargs={"dtype": getattr(torch, self._dtype)},
+        )
+        if self._encoder.similarity_fn_name not in ("cosine", "dot"):
+            raise ValueError(f"{name}: similarity {self._encoder.similarity_fn_name!r} is neither cosine nor dot")
+        if self._max_length is not None:
+            self._encoder.max_seq_length = self._max_length
+        for kind in self._prompts:
+            if self._prompts[kind] is None:
+                self._prompts[kind] = self._encoder.prompts.get(kind) or self._default_prompt()
+        limit = self._encoder.max_seq_length
+        if limit is not None:
+            prompt = self._prompts["document"] or ""
+            wrapping = len(self._encoder.tokenizer(prompt, truncation=False)["input_ids"])
+            self.max_tokens = max(limit - wrapping, 0)
+
+    def _default_prompt(self) -> str:
+        name = self._encoder.default_prompt_name
+        return self._encoder.prompts[name] or "" if name else ""
+
+    def _encode(self, texts: Sequence[str], kind: str) -> Floats:
+        vectors = self._encoder.encode(
+            list(texts),
+            prompt=self._prompts[kind] or None,
+            batch_size=self._batch_size,
+            normalize_embeddings=self._encoder.similarity_fn_name == "cosine",
+            show_progress_bar=False,
+            convert_to_numpy=True,
+        )
+        return np.ascontiguousarray(vectors, dtype=np.float32)
+
+    def index(self, documents: Sequence[Document]) -> None:
+        parts = []
+        for start in range(0, len(documents), CHUNK):
+            self.progress(start, len(documents))
+            parts.append(self._encode([document.text for document in documents[start : start + CHUNK]], "document"))
+        vectors = np.concatenate(parts)
+        self._vectors = _Exact(vectors) if self._index_name == "exact" else _Faiss(vectors, self._index_name)
+
+    def search(self, queries: Sequence[str], k: int) -> list[Ranking]:
+        if self._vectors is None:
+            raise RuntimeError("search before index")
+        return self._vectors.search(self._encode(queries, "query"), k) if queries else []
+
+    def index_bytes(self) -> int:
+        return self._vectors.nbytes() if self._vectors else 0
+
+    def settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = {
+            "query_prompt": self._prompts["query"],
+            "document_prompt": self._prompts["document"],
+            "max_length": self._encoder.max_seq_length,
+            "similarity": self._encoder.similarity_fn_name,
+            "dimensions": self._encoder.get_embedding_dimension(),
+            "device": str(self._encoder.device),
+            "dtype": self._dtype,
+        }
+        if self._index_name == "faiss-hnsw":
+            settings["hnsw"] = {"m": HNSW_LINKS, "ef_construction": HNSW_CONSTRUCTION, "ef_search": HNSW_SEARCH}
+        return settings
+
+    def token_spans(self, texts: Sequence[str]) -> list[list[tuple[int, int]]]:
+        encoded = self._encoder.tokenizer(
+            list(texts), add_special_tokens=False, truncation=False, return_offsets_mapping=True, verbose=False
+        )
+        return [[(start, end) for start, end in spans] for spans in encoded["offset_mapping"]]
+
+
+class _Vectors(Protocol):
+    def search(self, queries: Floats, k: int) -> list[Ranking]: ...
+
+    def nbytes(self) -> int: ...
+
+
+class _Exact:
+    def __init__(self, vectors: Floats) -> None:
+        self._vectors = vectors  # (N, dimensions)
+
+    def search(self, queries: Floats, k: int) -> list[Ranking]:
+        rankings = []
+        for start in range(0, len(queries), 64):  # bounds the score matrix to 64 x N
+            scores = queries[start : start + 64] @ self._vectors.T
+            rankings += [top_k(row, k) for row in scores]
+        return rankings
+
+    def nbytes(self) -> int:
+        return int(self._vectors.nbytes)
+
+
+class _Faiss:
+    def __init__(self, vectors: Floats, kind: str) -> None:
+        import faiss
+
+        self._faiss = faiss
+        dimensions = vectors.shape[1]
+        if kind == "faiss-flat":
+            self._index: Any = faiss.IndexFlatIP(dimensions)
+        else:
+            self._index = faiss.IndexHNSWFlat(dimensions, HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
+            self._index.hnsw.efConstruction, self._index.hnsw.efSearch = HNSW_CONSTRUCTION, HNSW_SEARCH
+        self._index.add(vectors)
+
+    def search(self, queries: Floats, k: int) -> list[Ranking]:
+        scores, numbers = self._index.search(queries, k)
+        found = numbers >= 0  # HNSW may find fewer than k
+        return [
+            Ranking(row[kept].tolist(), values[kept].tolist())
+            for row, values, kept in zip(numbers, scores, found, strict=True)
+        ]
+
+    def nbytes(self) -> int:
+        return int(self._faiss.serialize_index(self._index).nbytes)

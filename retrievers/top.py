@@ -1,0 +1,25 @@
+"""Picking the best k scores."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from icr_bench.retrievers.base import Ranking
+
+
+def top_k(scores: NDArray[np.floating], k: int, among: NDArray[np.integer] | None = None) -> Ranking:
+    """The k best documents by score, then by number.
+
+    Args:
+        scores: one score a document, shape (N,).
+        among: the numbers, ascending, that may be returned; all by default.
+    """
+    numbers = np.arange(len(scores)) if among is None else among
+    kept = scores[numbers]
+    if k < len(numbers):
+        threshold = np.partition(kept, len(kept) - k)[len(kept) - k]
+        numbers = numbers[kept >= threshold]  # every document tied with the k-th
+        kept = scores[numbers]
+    best = np.argsort(-kept, kind="stable")[:k]
+    return Ranking(numbers[best].tolist(), kept[best].tolist())
