@@ -1,4 +1,4 @@
-"""The command line: ``icr-bench run | table | export | list | describe | validate | lint``."""
+"""The command line: ``icr-bench run | table | plot | export | list | describe | validate | lint``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from icr_bench.benchmarks.base import DataError
 from icr_bench.harness import suite as suites
@@ -20,6 +20,9 @@ from icr_bench.harness.metrics import DEFINITIONS
 from icr_bench.harness.registry import Kind, Registry
 from icr_bench.harness.spec import parse_spec
 from icr_bench.retrievers.base import MissingExtra
+
+if TYPE_CHECKING:
+    from icr_bench.harness.folder import Record
 
 RUNS = Path("results/runs")
 
@@ -68,6 +71,11 @@ def parser() -> argparse.ArgumentParser:
     table.add_argument("folders", nargs="+", metavar="DIR", type=Path)
     table.add_argument("--metric", action="append", metavar="M", help="such as hit@1; may be repeated")
     table.add_argument("--format", choices=("md", "csv", "latex", "json"), default="md")
+
+    plot = command("plot", "scaling curves of one or several runs as PNG, SVG or PDF (extra report)")
+    plot.add_argument("folders", nargs="+", metavar="DIR", type=Path)
+    plot.add_argument("-o", "--output", metavar="FILE", type=Path, required=True)
+    plot.add_argument("--metric", metavar="M", default="hit@1", help="such as hit@1 (the default)")
 
     export = command("export", "write TREC runs and qrels of a run's finished cells")
     export.add_argument("folder", metavar="DIR", type=Path)
@@ -159,11 +167,8 @@ def _run(options: argparse.Namespace, command: str) -> int:
 
 def _table(options: argparse.Namespace, command: str) -> int:
     from icr_bench.harness import tables
-    from icr_bench.harness.folder import latest
 
-    records = [record for folder in options.folders for record in latest(folder)]
-    if not records:
-        raise UsageError(f"{', '.join(map(str, options.folders))}: no finished cells yet")
+    records = _records(options.folders)
     metrics = [metric for given in options.metric or () for metric in given.split(",")] or None
     built = tables.build(records, metrics, command)
     if options.format == "json":
@@ -172,6 +177,24 @@ def _table(options: argparse.Namespace, command: str) -> int:
         print(json.dumps([table.as_dict() for table in built], indent=1))
     else:
         print("\n".join(table.render(options.format) for table in built), end="")
+    return OK
+
+
+def _records(folders: Sequence[Path]) -> list[Record]:
+    from icr_bench.harness.folder import latest
+
+    records = [record for folder in folders for record in latest(folder)]
+    if not records:
+        raise UsageError(f"{', '.join(map(str, folders))}: no finished cells yet")
+    return records
+
+
+def _plot(options: argparse.Namespace, command: str) -> int:
+    from icr_bench.harness import tables
+    from icr_bench.harness.plot import plot
+
+    plot(tables.quality(tables.build(_records(options.folders), [options.metric], command)), options.output)
+    print(options.output)
     return OK
 
 

@@ -1,0 +1,65 @@
+"""Scaling curves with their intervals, as a picture for a paper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from icr_bench.harness import metrics
+from icr_bench.harness.errors import UsageError
+from icr_bench.harness.tables import Table
+from icr_bench.retrievers.base import MissingExtra
+
+ENDINGS = (".png", ".svg", ".pdf")
+
+
+def plot(tables: Sequence[Table], file: Path) -> None:
+    """Draw one panel a benchmark: a metric against N, one curve a retriever, its interval as a band.
+
+    Args:
+        tables: tables of one metric.
+        file: where to write; its ending chooses PNG, SVG or PDF.
+
+    Raises:
+        UsageError: the ending is another.
+        MissingExtra: matplotlib is not installed.
+    """
+    if file.suffix.lower() not in ENDINGS:
+        raise UsageError(f"{file}: expected a file name that ends in {', '.join(ENDINGS)}")
+    if find_spec("matplotlib") is None:
+        raise MissingExtra("matplotlib", "report")
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter, StrMethodFormatter
+
+    figure = Figure(figsize=(4.2 * len(tables), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(tables), squeeze=False, sharey=True)[0]
+    labels = list(dict.fromkeys(label for table in tables for label, _ in table.rows))
+    for panel, table in zip(panels, tables, strict=True):
+        for label, cells in table.rows:
+            points = [
+                (n, cell.value, cell.low, cell.high)
+                for n, cell in zip(table.sizes, cells, strict=True)
+                if cell and cell.value is not None and cell.low is not None and cell.high is not None
+            ]
+            if points:
+                sizes, values, lows, highs = (list(column) for column in zip(*points, strict=True))
+                colour = f"C{labels.index(label) % 10}"
+                panel.plot(sizes, values, marker="o", markersize=4, color=colour, label=label)
+                panel.fill_between(sizes, lows, highs, color=colour, alpha=0.2, linewidth=0)
+        panel.set_xscale("log")
+        panel.set_xticks(table.sizes)
+        panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        panel.xaxis.set_minor_formatter(NullFormatter())
+        panel.tick_params(axis="x", labelrotation=45)
+        panel.set_ylim(-0.02, 1.02)
+        panel.set_title(table.benchmark)
+        panel.set_xlabel("documents N")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel(f"{tables[0].name} (band: 95% bootstrap over queries)")
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 5) or 1)
+    try:
+        figure.savefig(file, dpi=150, metadata={"Title": metrics.definition(tables[0].name)})
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be written: {error.strerror}") from None
