@@ -50,6 +50,7 @@ class Benchmark:
     judgments: Mapping[str, Mapping[str, int]]  # query id -> document id -> grade
     warnings: tuple[str, ...] = ()
     places: Mapping[str, str] = field(default_factory=dict, repr=False)  # query id -> "file:line", where known
+    source: str = "judgments"  # where the judgments come from
     seed: int = 0
     relevant: int = 1
 
@@ -75,7 +76,8 @@ class Benchmark:
         graded: dict[str, dict[str, int]] = {}
         for row in judgments:
             graded.setdefault(row.query, {})[row.document] = row.grade
-        return cls(documents, queries, graded, tuple(warnings), lines)
+        source = places["judgments"].file if "judgments" in places else cls.source
+        return cls(documents, queries, graded, tuple(warnings), lines, source)
 
     def choose(self, *, seed: int = 0, relevant: int = 1, queries: int | None = None) -> Benchmark:
         """Keep the declared queries (those with a gold), or a seeded sample of ``queries`` of them.
@@ -93,7 +95,9 @@ class Benchmark:
                 place = self.places.get(q.id, "queries")
                 findings.add("queries without a gold", f"{place}: query {q.id!r} has no gold and is not scored")
         if not declared:
-            raise DataError(f"none of the {len(self.queries):,} queries has a judgment of grade {relevant} or more")
+            raise DataError(
+                f"{self.source}: none of the {len(self.queries):,} queries has a judgment of grade {relevant} or more"
+            )
         warnings = self.warnings + tuple(findings.lines())
         if queries is not None:
             if not 1 <= queries <= len(declared):

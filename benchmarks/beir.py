@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from icr_bench.benchmarks.base import Benchmark, Judgment, Passage, Places, Quer
 from icr_bench.benchmarks.checks import DataError, Findings
 
 QRELS_HEADER = ["query-id", "corpus-id", "score"]
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _QRELS_ENDINGS = (".tsv", ".tsv.gz", ".jsonl", ".jsonl.gz")
 
 
@@ -33,13 +37,16 @@ def beir(*, path: Path, split: str | None = None) -> Benchmark:
     documents, document_lines = _read_texts(corpus, titled=True)
     queries, query_lines = _read_texts(asked, titled=False)
     judgments, judgment_lines = _read_qrels(qrels)
+    elsewhere = {row.query for file in splits.values() if file != qrels for row in _judgments_if_sound(file)}
+    elsewhere -= {row.query for row in judgments}
+    kept = [i for i, (key, _) in enumerate(queries) if key not in elsewhere]  # judged by another split alone
     return Benchmark.of(
         [Passage(*row) for row in documents],
-        _of_split([Query(*row) for row in queries], judgments, [f for f in splits.values() if f != qrels]),
+        [Query(*queries[i]) for i in kept],
         judgments,
         {
             "documents": Places(str(corpus), document_lines),
-            "queries": Places(str(asked), query_lines),
+            "queries": Places(str(asked), [query_lines[i] for i in kept]),
             "judgments": Places(str(qrels), judgment_lines),
         },
     )
@@ -92,15 +99,17 @@ def _choose_split(path: Path, splits: dict[str, Path], split: str | None) -> str
 
 
 def _find(path: Path, name: str) -> Path:
-    for file in (path / name, path / f"{name}.gz"):
-        if file.is_file():
-            return file
-    raise DataError(f"{path}: no {name} (or {name}.gz); a folder in BEIR layout was expected")
+    found = [file for file in (path / name, path / f"{name}.gz") if file.is_file()]
+    if len(found) != 1:
+        problem = f"both {name} and {name}.gz; keep one" if found else f"no {name} (or {name}.gz)"
+        raise DataError(f"{path}: {problem}; a folder in BEIR layout was expected")
+    return found[0]
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines without their line feed; blank lines are skipped."""
+    """Numbered lines without their line feed; empty lines are skipped."""
     open_binary = gzip.open if file.suffix == ".gz" else open
+    number = 0
     try:
         with open_binary(file, "rb") as stream:
             for number, raw in enumerate(stream, 1):
@@ -108,17 +117,19 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
                     line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
                 except UnicodeDecodeError as error:
                     raise DataError(f"{file}:{number}: not UTF-8 ({error.reason} at byte {error.start})") from None
-                if line.strip():
+                if line:
                     yield number, line
-    except (OSError, EOFError) as error:
-        raise DataError(f"{file}: cannot be read: {error}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{file}:{number + 1}: cannot be read: {error}") from None
 
 
 def _objects(file: Path, errors: Findings) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in _lines(file):
+        if line.isspace():
+            continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             errors.add("malformed lines", f"{file}:{number}: not JSON: {error}")
             continue
         if isinstance(row, dict):
@@ -130,7 +141,10 @@ def _objects(file: Path, errors: Findings) -> Iterator[tuple[int, dict[str, Any]
 def _field(row: dict[str, Any], key: str, place: str, errors: Findings) -> str | None:
     value = row.get(key)
     if isinstance(value, str):
-        return value
+        if not _SURROGATE.search(value):
+            return value
+        errors.add("malformed lines", f"{place}: {key!r} holds half a surrogate pair, which no UTF-8 file can hold")
+        return None
     problem = f"got {value!r:.60}" if key in row else "the field is missing"
     errors.add("malformed lines", f"{place}: {key!r} must be a string, {problem}")
     return None
@@ -160,16 +174,14 @@ def _read_qrels(file: Path) -> tuple[list[Judgment], list[int]]:
     lines: list[int] = []
     errors = Findings()
     for number, query, document, score in _qrels_rows(file, errors):
-        try:
-            if isinstance(score, (bool, float)):
-                raise ValueError
-            grade = int(score)
-        except (TypeError, ValueError):
+        if isinstance(score, bool) or not _INTEGER.fullmatch(str(score)):
             errors.add("malformed lines", f"{file}:{number}: the score must be an integer, got {score!r:.60}")
         else:
-            rows.append(Judgment(query, document, grade))
+            rows.append(Judgment(query, document, int(score)))
             lines.append(number)
     errors.stop()
+    if not rows:
+        raise DataError(f"{file}: holds no judgments")
     return rows, lines
 
 
@@ -197,8 +209,9 @@ def _qrels_rows(file: Path, errors: Findings) -> Iterator[tuple[int, str, str, A
             )
 
 
-def _of_split(queries: list[Query], judgments: list[Judgment], others: list[Path]) -> list[Query]:
-    """Leave out the queries that only the other splits judge: they are no fault of this one."""
-    judged_here = {row.query for row in judgments}
-    judged_there = {row[1] for file in others for row in _qrels_rows(file, Findings())}
-    return [q for q in queries if q.id in judged_here or q.id not in judged_there]
+def _judgments_if_sound(file: Path) -> list[Judgment]:
+    """Judgments of a split that was not asked for; its faults are not this run's."""
+    try:
+        return _read_qrels(file)[0]
+    except DataError:
+        return []

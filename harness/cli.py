@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(given)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         handler = globals()[f"_{options.command}"]
         code: int = handler(options, shlex.join(["icr-bench", *given]))
@@ -117,6 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone, as with `| head`
         return OK
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _fail(error: Exception, code: int) -> int:
@@ -278,7 +280,7 @@ def _lint(options: argparse.Namespace, command: str) -> int:
         print(f"warning: {warning}")
     print(
         f"{asked.spec.row}: {len(benchmark.documents):,} documents, {len(benchmark.queries):,} declared queries, "
-        f"{len(benchmark.golds):,} gold documents, {len(benchmark.warnings)} warnings, no errors"
+        f"{len(benchmark.golds):,} gold documents, no errors"
     )
     return OK
 

