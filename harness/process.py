@@ -51,12 +51,14 @@ def run_cell(job: Job, work: Path, log: Path, limits: Limits, progress: OnProgre
         )
     assert process.stdout is not None
     assert process.stdin is not None
-    threading.Thread(target=_relay, args=(process.stdout, progress), daemon=True).start()
+    relay = threading.Thread(target=_relay, args=(process.stdout, progress), daemon=True)
+    relay.start()
     try:
         peak, ended = _watch(process, limits)
     finally:
         _end_group(process)
         process.stdin.close()
+        relay.join(1.0)  # a process that left the group may hold the pipe open for ever
     if ended is None and result_file.exists():
         result: dict[str, Any] = json.loads(result_file.read_text())
         return result
@@ -100,9 +102,10 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _relay(stream: IO[bytes], progress: OnProgress) -> None:
-    for line in stream:
-        stage, done, total = line.decode().split("\t")
-        progress(stage, int(done), int(total))
+    with stream:
+        for line in stream:
+            stage, done, total = line.decode().split("\t")
+            progress(stage, int(done), int(total))
 
 
 def _death(code: int, log: Path) -> tuple[str, str]:

@@ -1,0 +1,57 @@
+"""What is installed is what is on the disk."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("benchmarks", "harness", "retrievers")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_every_package_on_the_disk_is_listed() -> None:
+    """A package that is not listed works in an editable install and is missing from the wheel."""
+    on_disk = {file.parent.relative_to(ROOT) for room in ROOMS for file in (ROOT / room).rglob("*.py")}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == {f"icr_bench.{'.'.join(p.parts)}" for p in on_disk}
+
+
+def test_every_file_that_is_no_code_is_package_data() -> None:
+    for room in ROOMS:
+        listed = PROJECT["tool"]["setuptools"]["package-data"][f"icr_bench.{room}"]
+        held = {file for pattern in listed for file in (ROOT / room).glob(pattern)}
+        others = {f for f in (ROOT / room).rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")}
+        assert others == held
+
+
+def test_one_constraints_file_pins_every_dependency() -> None:
+    assert [file.name for file in ROOT.glob("**/*constraints*.txt") if ".tox" not in file.parts] == ["constraints.txt"]
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
+    assert all("==" in line for line in lines)
+    project = PROJECT["project"]
+    extras = [one for extra in project["optional-dependencies"].values() for one in extra]
+    for dependency in [*project["dependencies"], *extras]:
+        name = dependency.split(">")[0].split("[")[0].strip().lower().replace("_", "-")
+        assert name in pinned | {"icr-bench"}
+
+
+def imported(file: Path) -> set[str]:
+    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    return {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+
+
+def test_rooms_import_in_one_direction() -> None:
+    allowed = {"benchmarks": {"benchmarks"}, "retrievers": {"retrievers", "benchmarks"}, "harness": set(ROOMS)}
+    for room in ROOMS:
+        for file in (ROOT / room).rglob("*.py"):
+            own = {module.split(".")[1] for module in imported(file) if module.startswith("icr_bench.")}
+            assert own <= allowed[room], file
+
+
+def test_retrievers_know_only_document_of_benchmarks() -> None:
+    for file in (ROOT / "retrievers").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("icr_bench.benchmarks"):
+                assert [name.name for name in node.names] == ["Document"], file
