@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+
 from icr_bench.harness import cli
 
 ROOT = Path(__file__).parents[1]

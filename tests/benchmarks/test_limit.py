@@ -207,9 +207,9 @@ def test_sizes_below_the_golds_or_beyond_the_people_are_refused(made: Made, n: i
 
 
 FINGERPRINTS = {
-    45: "b9b10fb73097962483827f9da2501150852d52d1f49cdd434e6fae59ab020a9e",
-    20: "7f1bba5cdba8eb61d4f657c3b7b01845c11c0713a3a5e51ad237789de9f74614",
-    1: "3c7008b910abed8fbdf402bcf358417c36b5204f1897e0da4dd17bf1fa13f896",
+    45: "c260dfd450880b350161c1ea286ba7195c5cdaf979c8e0d09c063033e7b78cd2",
+    20: "3abb6e0c65613dd2d224a1db0bd8f17897781d822b1e0e637efa2d96b3d153cd",
+    1: "f9da71fc59110e7013198aebbb7b6aa2f0e820fdf42a113475727f120473dc63",
 }
 
 
