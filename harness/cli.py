@@ -183,9 +183,9 @@ def _table(options: argparse.Namespace, command: str) -> int:
 
 
 def _records(folders: Sequence[Path]) -> list[Record]:
-    from icr_bench.harness.folder import latest
+    from icr_bench.harness.folder import merge
 
-    records = [record for folder in folders for record in latest(folder)]
+    records = merge(folders)
     if not records:
         raise UsageError(f"{', '.join(map(str, folders))}: no finished cells yet")
     return records

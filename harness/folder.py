@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -152,12 +152,41 @@ def read(path: Path) -> Iterator[Record]:
 def latest(path: Path) -> list[Record]:
     """The last record of every cell of a run's folder.
 
+    Cells of data that changed since are left out: what stands in one table was asked the same questions.
+
     Raises:
         UsageError: the folder holds no run.
     """
     if not (path / "run.json").is_file():
         raise UsageError(f"{path}: no run was found there (a folder with run.json and cells.jsonl was expected)")
-    return list({row(record): record for record in read(path)}.values())
+    records = {row(record): record for record in read(path)}
+    data = {(r["benchmark"], r["n"], r["seed"]): r["fingerprint"]["data"] for r in read(path)}
+    return [r for r in records.values() if r["fingerprint"]["data"] == data[r["benchmark"], r["n"], r["seed"]]]
+
+
+def merge(paths: Sequence[Path]) -> list[Record]:
+    """Records of several runs, renamed after their folder where two runs would share a row or a table.
+
+    A benchmark is told apart where its data differ between runs, a retriever where runs hold the same cell.
+    """
+    runs = [(path.name or str(path), latest(path)) for path in dict.fromkeys(path.resolve() for path in paths)]
+    data: dict[tuple[str, int, int], set[str]] = {}
+    cells: dict[tuple[Row, str], int] = {}
+    for _, records in runs:
+        for r in records:
+            data.setdefault((r["benchmark"], r["n"], r["seed"]), set()).add(r["fingerprint"]["data"])
+            held = (row(r), r["fingerprint"]["data"])
+            cells[held] = cells.get(held, 0) + 1
+    differing = {benchmark for (benchmark, _, _), prints in data.items() if len(prints) > 1}
+    repeated = {(r[0], r[2]) for (r, _), count in cells.items() if count > 1}
+    merged = []
+    for name, records in runs:
+        for r in records:
+            suffix = f" [{name}]"
+            benchmark = r["benchmark"] + suffix * (r["benchmark"] in differing)
+            retriever = r["retriever"] + suffix * ((r["benchmark"], r["retriever"]) in repeated)
+            merged.append(r | {"benchmark": benchmark, "retriever": retriever})
+    return merged
 
 
 def read_lines(path: Path, name: str) -> list[Record]:
