@@ -145,6 +145,7 @@ FLAGS = (
 def _run(options: argparse.Namespace, command: str) -> int:
     from icr_bench.harness import tables
     from icr_bench.harness.display import display
+    from icr_bench.harness.export import safe_name
     from icr_bench.harness.folder import latest, write
     from icr_bench.harness.run import run
 
@@ -155,7 +156,7 @@ def _run(options: argparse.Namespace, command: str) -> int:
     folder = out / "tables"
     folder.mkdir(exist_ok=True)
     for table in tables.build(latest(out), None, command):
-        name = f"{table.benchmark}-{table.name}".replace("/", "_")
+        name = f"{safe_name(table.benchmark)}-{table.name}"
         for form, ending in tables.ENDINGS.items():
             write(folder / f"{name}.{ending}", table.render(form))  # type: ignore[arg-type]
     for table in tables.build(outcome.records, None, command):

@@ -14,7 +14,11 @@ from icr_bench.harness.folder import Record, latest, read_lines, write
 
 def quote(identifier: str) -> str:
     """Percent-encode what would break a TREC line: all Unicode white space, the percent sign, control characters."""
-    return re.sub(r"[\s%\x00-\x1f\x7f-\x9f]", lambda m: "".join(f"%{byte:02X}" for byte in m[0].encode()), identifier)
+    return re.sub(
+        r"[\s%\x00-\x1f\x7f-\x9f\ud800-\udfff]",
+        lambda m: "".join(f"%{byte:02X}" for byte in m[0].encode("utf-8", "surrogatepass")),
+        identifier,
+    )
 
 
 def descending(scores: Iterable[float]) -> list[float]:
@@ -33,10 +37,15 @@ def descending(scores: Iterable[float]) -> list[float]:
     return kept
 
 
+def safe_name(label: str) -> str:
+    """A label as part of a file name: what is neither a letter, a digit nor one of ``_+-`` is percent-encoded."""
+    return re.sub(r"[^\w+-]", lambda m: "".join(f"%{b:02X}" for b in m[0].encode("utf-8", "surrogatepass")), label)
+
+
 def file_name(record: Record) -> str:
-    """Benchmark, size, retriever and seed as a file name."""
+    """Benchmark, size, retriever and seed as a file name; another for every cell."""
     parts = (record["benchmark"], f"n{record['n']}", record["retriever"], f"seed{record['seed']}")
-    return ".".join(re.sub(r"[^\w+-]", "_", part) for part in parts)
+    return ".".join(safe_name(part) for part in parts)
 
 
 def export(folder: Path, out: Path) -> list[Path]:

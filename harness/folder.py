@@ -143,7 +143,7 @@ def read(path: Path) -> Iterator[Record]:
     for number, line in enumerate(cells.read_text(encoding="utf-8").split("\n")[:-1], 1):
         try:
             record = json.loads(line)
-            row(record)
+            row(record), record["fingerprint"]["data"]
         except (ValueError, KeyError, TypeError):
             raise DataError(f"{cells}:{number}: not a record of a cell: {line[:80]!r}") from None
         yield record

@@ -30,7 +30,7 @@ DEFINITIONS = {
 RESAMPLES = 2_000
 INTERVAL = f"95% percentile bootstrap over queries, {RESAMPLES:,} resamples"
 
-_NAME = re.compile(r"([a-z]+)@(\d+)")
+_NAME = re.compile(r"([a-z]+)@([0-9]{1,9})")
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,9 @@ def parse_metric(text: str) -> str:
     """
     match = _NAME.fullmatch(text.strip().lower())
     if match is None or match[1] not in DEFINITIONS or int(match[2]) < 1:
-        at = text.partition("@")[2] or "k"
-        raise unknown("metric", text, [f"{name}@{at if at.isdigit() and int(at) else 'k'}" for name in DEFINITIONS])
+        at = text.partition("@")[2]
+        cutoff = at if re.fullmatch("[1-9][0-9]*", at) else "k"
+        raise unknown("metric", text, [f"{name}@{cutoff}" for name in DEFINITIONS])
     return f"{match[1]}@{int(match[2])}"
 
 

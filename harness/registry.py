@@ -9,6 +9,7 @@ import inspect
 import sys
 import types
 import typing
+from collections import abc
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -67,7 +68,7 @@ class Registry:
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
-        except Exception as error:  # whatever the author's code raises is his to read
+        except (Exception, SystemExit) as error:  # whatever the author's code raises is his to read
             line = _line_in(error, file)
             raise UsageError(f"--plugin {file}{line}: fails to import: {type(error).__name__}: {error}") from error
         tables: dict[Kind, Any] = {
@@ -77,9 +78,13 @@ class Registry:
         if tables["retriever"] is None and tables["benchmark"] is None:
             raise UsageError(f"--plugin {file}: defines neither RETRIEVERS nor BENCHMARKS (a dict: name -> class)")
         for kind, table in tables.items():
-            if not isinstance(table or {}, dict):
+            if table is None:
+                continue
+            if not isinstance(table, dict):
                 raise UsageError(f"--plugin {file}: {kind.upper()}S must be a dict, got {type(table).__name__}")
-            for name, target in (table or {}).items():
+            for name, target in table.items():
+                if not isinstance(name, str):
+                    raise UsageError(f"--plugin {file}: a name in {kind.upper()}S must be text, got {name!r}")
                 self._add(kind, name, target, f"--plugin {file}")
 
     def names(self, kind: Kind) -> list[str]:
@@ -90,14 +95,14 @@ class Registry:
         if name not in self._targets[kind]:
             raise unknown(kind, name, self._targets[kind])
         target = self._targets[kind][name]
-        if isinstance(target, EntryPoint):
-            try:
+        try:
+            if isinstance(target, EntryPoint):
                 target = target.load()
-            except Exception as error:
-                raise UsageError(f"{kind} {name!r} fails to import: {type(error).__name__}: {error}") from error
-        elif isinstance(target, str):
-            module, _, attribute = target.partition(":")
-            target = getattr(importlib.import_module(module), attribute)
+            elif isinstance(target, str):
+                module, _, attribute = target.partition(":")
+                target = getattr(importlib.import_module(module), attribute)
+        except Exception as error:  # another package's code may raise anything when imported
+            raise UsageError(f"{kind} {name!r} fails to import: {type(error).__name__}: {error}") from error
         if not callable(target):
             raise UsageError(f"{kind} {name!r} is {target!r}, not a class or function")
         found: Callable[..., Any] = target
@@ -118,12 +123,17 @@ class Registry:
 
     def _arguments(self, kind: Kind, name: str) -> list[Option]:
         target = self.get(kind, name)
-        hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+        try:
+            parameters = inspect.signature(target).parameters.values()
+            hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+        except (NameError, TypeError, ValueError) as error:
+            raise UsageError(f"{kind} {name!r}: its options cannot be read: {error}") from error
         arguments = []
-        for parameter in inspect.signature(target).parameters.values():
+        for parameter in parameters:
             if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
                 raise UsageError(f"{kind} {name!r}: options must be named arguments, got {parameter}")
-            arguments.append(Option(parameter.name, hints.get(parameter.name, str), parameter.default))
+            unannotated = str if parameter.default in (None, parameter.empty) else type(parameter.default)
+            arguments.append(Option(parameter.name, hints.get(parameter.name, unannotated), parameter.default))
         return arguments
 
     def resolve(self, kind: Kind, spec: Spec) -> dict[str, Any]:
@@ -153,7 +163,7 @@ class Registry:
 
 
 def _line_in(error: BaseException, file: Path) -> str:
-    if isinstance(error, SyntaxError) and error.lineno:
+    if isinstance(error, SyntaxError) and error.lineno and error.filename == str(file):
         return f":{error.lineno}"
     trace, line = error.__traceback__, None
     while trace:
@@ -163,6 +173,7 @@ def _line_in(error: BaseException, file: Path) -> str:
     return f":{line}" if line else ""
 
 
+_WORDS = {int: "a whole number", float: "a number", str: "text"}
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -190,25 +201,32 @@ def convert(value: Any, annotation: Any) -> Any:
             if value == choice or str(value) == str(choice):
                 return choice
         raise ValueError(f"expected one of {', '.join(map(str, arguments))}, got {value!r}")
-    if origin in (list, tuple, set, frozenset) or annotation in (list, tuple):
+    if origin in (list, tuple, set, frozenset, abc.Sequence) or annotation in (list, tuple):
         of = arguments[0] if arguments else str
         parts = value.split("+") if isinstance(value, str) else value if isinstance(value, (list, tuple)) else [value]
-        return (origin or annotation)(convert(part, of) for part in parts)
+        kind = list if origin is abc.Sequence else origin or annotation
+        return kind(convert(part, of) for part in parts)
     if annotation is bool:
         if str(value).lower() in _BOOLEANS:
             return _BOOLEANS[str(value).lower()]
         raise ValueError(f"expected true or false, got {value!r}")
-    if annotation in (int, float) and not isinstance(value, bool):
+    if isinstance(value, bool) and annotation in (int, float, str):
+        raise ValueError(f"expected {_WORDS[annotation]}, got {value!r}")
+    if annotation in (int, float):
         try:
             number = annotation(value if isinstance(value, str) else repr(value))
         except ValueError:
-            kind = "a whole number" if annotation is int else "a number"
-            raise ValueError(f"expected {kind}, got {value!r}") from None
+            raise ValueError(f"expected {_WORDS[annotation]}, got {value!r}") from None
         return number
     if annotation is Path and isinstance(value, str) and value:
-        return Path(value).expanduser()
-    if annotation is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        try:
+            return Path(value).expanduser()
+        except RuntimeError as error:
+            raise ValueError(f"expected a path, got {value!r}: {error}") from None
+    if annotation is str and isinstance(value, (str, int, float)):
         return str(value)
+    if origin in (dict, abc.Mapping, abc.MutableMapping) and isinstance(value, dict):
+        return {convert(key, arguments[0]): convert(item, arguments[1]) for key, item in value.items()}
     if inspect.isclass(annotation) and isinstance(value, annotation):
         return value
     raise ValueError(f"expected {getattr(annotation, '__name__', annotation)}, got {value!r}")

@@ -7,7 +7,6 @@ import hashlib
 import json
 import random
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -159,15 +158,19 @@ def prepare_retriever(registry: Registry, spec: Spec, suite: Suite) -> Answering
     filled = {"device": suite.device, "dtype": suite.dtype, "seed": suite.seeds[0]}
     weights = {}
     try:
-        with suppress(RuntimeError, LookupError, AttributeError, ArithmeticError):  # a plug-in's fault is its cell's
-            registry.build("retriever", spec, filled)
-        for key, value in options.items():
-            if isinstance(value, (str, Path)) and (key == "model" or (str(value) and Path(value).exists())):
-                weights[key] = identify(str(value))
+        registry.build("retriever", spec, filled)
     except MissingExtra:
         raise
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError) as error:
         raise UsageError(f"retriever {spec.row}: {error}") from error
+    except (Exception, SystemExit):
+        pass  # no matter of its options: its cells will fail with it, and keep the log
+    for key, value in options.items():
+        if isinstance(value, (str, Path)) and (key == "model" or (str(value) and Path(value).exists())):
+            try:
+                weights[key] = identify(str(value))
+            except OSError as error:
+                raise UsageError(f"retriever {spec.row}: {key}: {error}") from error
     plugin = registry.source("retriever", spec.name)
     return Answering(spec, options, weights, code_digest(plugin))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 from icr_bench.harness.errors import UsageError
@@ -77,43 +78,47 @@ def _spec(name: str, options: dict[str, Any], where: str) -> Spec:
 
 
 ALL = "all"
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)([km]?)", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)([km]?)")
 
 
 def parse_sizes(value: object) -> tuple[int | str, ...]:
     """``46,500,1k,2.5k,all`` (or a list, or ``46+500``) as integers and ``"all"``, without repeats."""
-    return tuple(dict.fromkeys(ALL if part == ALL else _size(part) for part in _parts(value)))
+    return tuple(dict.fromkeys(ALL if part == ALL else _size(part) for part in _parts(value, "-n")))
 
 
-def _parts(value: object) -> list[str]:
+def _parts(value: object, what: str) -> list[str]:
     parts = value if isinstance(value, (list, tuple)) else re.split(r"[,+]", str(value))
+    if not parts:
+        raise UsageError(f"{what}: the list is empty")
     return [str(part).strip().lower() for part in parts]
 
 
 def _size(part: str) -> int:
     match = _SIZE.fullmatch(part)
-    size = float(match[1]) * {"": 1, "k": 1_000, "m": 1_000_000}[match[2]] if match else 0
+    size = Decimal(match[1]) * {"": 1, "k": 1_000, "m": 1_000_000}[match[2]] if match else 0
     if size < 1 or size != int(size):
-        raise UsageError(f"{part!r} is no corpus size; give whole numbers above 0 (1k, 2.5k, 1m too) or all")
+        raise UsageError(f"-n: {part!r} is no corpus size; give whole numbers above 0 (1k, 2.5k, 1m too) or all")
     return int(size)
 
 
 def parse_numbers(value: object, what: str, lowest: int) -> tuple[int, ...]:
     """``1,2,5`` (or a list) as distinct integers of at least ``lowest``."""
     numbers = []
-    for part in _parts(value):
-        if not re.fullmatch(r"-?\d+", part) or int(part) < lowest:
+    for part in _parts(value, what):
+        if not re.fullmatch(r"-?[0-9]{1,18}", part) or int(part) < lowest:
             raise UsageError(f"{what}: {part!r} is not a whole number of at least {lowest}")
         numbers.append(int(part))
     return tuple(dict.fromkeys(numbers))
 
 
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_BYTES = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,12})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
 
 def parse_bytes(value: object) -> int:
     """``8GB``, ``512MiB`` or plain bytes."""
     match = _BYTES.fullmatch(str(value).strip())
-    if not match or float(match[1]) <= 0:
-        raise UsageError(f"memory-limit: {value!r} is no number of bytes; write 8GB, 512MiB or 1000000")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2].lower() or " "))
+    unit = (1024 if match[3] else 1000) ** " kmgt".index(match[2].lower() or " ") if match else 0
+    size = int(Decimal(match[1]) * unit) if match else 0
+    if size < 1:
+        raise UsageError(f"--memory-limit: {value!r} is no number of bytes; write 8GB, 512MiB or 1000000")
+    return size

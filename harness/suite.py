@@ -88,11 +88,11 @@ def load(name: str) -> dict[str, Any]:
     else:
         source = text(name)
     try:
-        keys = yaml.safe_load(source)
+        keys = yaml.load(source, _Loader)
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UsageError(f"{name}{line}: not YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"{name}: not YAML: {error}") from None
     if not isinstance(keys, dict):
         raise UsageError(f"{name}: a suite is a mapping of {', '.join(KEYS)}; got {type(keys).__name__}")
@@ -104,11 +104,27 @@ def load(name: str) -> dict[str, Any]:
             raise _at(unknown("key", str(key), KEYS), name, source, str(key))
         if own in found:
             raise UsageError(f"{name}: {own} is given twice")
-        found[own] = _expand(value, name)
-    if "plugin" in found:  # beside the suite file
+        try:
+            found[own] = _expand(value, name)
+        except RecursionError:
+            raise UsageError(f"{name}: {own} holds itself") from None
+    if found.get("plugin") is not None:  # beside the suite file
         plugins = found["plugin"] if isinstance(found["plugin"], list) else [found["plugin"]]
         found["plugin"] = [str(file.parent / str(plugin)) for plugin in plugins]
     return found
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice; plain YAML would forget the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: list[Any] = []
+        for key, _ in node.value:
+            if key.value in seen:
+                problem = f"the key {key.value!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.append(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def _at(error: UsageError, name: str, source: str, key: str) -> UsageError:
@@ -177,7 +193,7 @@ def assemble(suite: str | None, flags: Mapping[str, Any]) -> Suite:
         timeout=None if timeout is None else _seconds(timeout),
         memory_limit=None if limit is None else parse_bytes(limit),
         latency_queries=_one(given.get("latency_queries", Suite.latency_queries), "--latency-queries", 1),
-        plugins=tuple(Path(plugin) for plugin in given.get("plugin", ())),
+        plugins=tuple(Path(plugin) for plugin in given.get("plugin") or ()),
     )
 
 
@@ -197,7 +213,7 @@ def _one(value: Any, flag: str, lowest: int) -> int:
 
 def _seconds(value: Any) -> float:
     try:
-        seconds = float(value)
+        seconds = 0.0 if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         seconds = 0.0
     if not 0 < seconds < float("inf"):

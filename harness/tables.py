@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -47,23 +48,25 @@ class Table:
         if form == "csv":
             return self._csv()
         head = ["retriever", *(f"N={n:,}" for n in self.sizes)]
-        body = [[label, *(cell.text if cell else "" for cell in cells)] for label, cells in self.rows]
-        title = f"{self.benchmark}: {self.name}"
+        body = [[one_line(label), *(cell.text if cell else "" for cell in cells)] for label, cells in self.rows]
+        title = one_line(f"{self.benchmark}: {self.name}")
+        told = [one_line(note) for note in self.notes]
         if form == "latex":
-            notes = "".join(f"% {note}\n" for note in [title, *self.notes])
+            notes = "".join(f"% {note}\n" for note in [title, *told])
             return notes + tabulate(body, head, tablefmt="latex_booktabs", disable_numparse=True) + "\n"
         body = [[text.replace("|", "\\|") for text in line] for line in body]
         drawn = tabulate(body, head, tablefmt="github", disable_numparse=True)
-        return f"### {title}\n\n{drawn}\n\n" + "".join(f"- {note}\n" for note in self.notes)
+        return f"### {title}\n\n{drawn}\n\n" + "".join(f"- {note}\n" for note in told)
 
     def _csv(self) -> str:
         out = io.StringIO()
-        out.write("".join(f"# {note}\n" for note in [f"{self.benchmark}: {self.name}", *self.notes]))
+        out.write("".join(f"# {one_line(note)}\n" for note in [f"{self.benchmark}: {self.name}", *self.notes]))
         head = ["retriever"]
         bounds = any(cell and cell.low is not None for _, cells in self.rows for cell in cells)
         for n in self.sizes:
             head += [str(n), f"{n} low", f"{n} high"] if bounds else [str(n)]
         writer = csv.writer(out, lineterminator="\n")
+        quoting = csv.writer(out, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
         writer.writerow(head)
         for label, cells in self.rows:
             line: list[Any] = [label]
@@ -71,7 +74,7 @@ class Table:
                 failure = cell.text if cell and cell.value is None else None
                 values = [cell.value, cell.low, cell.high] if cell else [None] * 3
                 line += [failure or values[0], *values[1:]] if bounds else [failure or values[0]]
-            writer.writerow(line)
+            (quoting if label.startswith("#") else writer).writerow(line)
         return out.getvalue()
 
     def as_dict(self) -> dict[str, Any]:
@@ -83,6 +86,11 @@ class Table:
             if cell
         ]
         return {"benchmark": self.benchmark, "table": self.name, "cells": cells, "notes": self.notes}
+
+
+def one_line(text: str) -> str:
+    """Text with every run of line breaks and control characters as one space."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+", " ", text)
 
 
 def build(records: Iterable[Record], chosen: Sequence[str] | None, command: str) -> list[Table]:
@@ -117,9 +125,10 @@ def quality(tables: Iterable[Table]) -> list[Table]:
 def _usual(records: Sequence[Record]) -> list[str]:
     if not records:
         return ["hit@1"]
-    k = min(max(record["config"]["k"]) for record in records)
-    first = min(min(record["config"]["k"]) for record in records)
-    return [f"hit@{first}", f"recall@{k}", f"ndcg@{k}"]
+    shared = set.intersection(*(set(record["config"]["k"]) for record in records))
+    if not shared:
+        return []
+    return [f"hit@{min(shared)}", f"recall@{max(shared)}", f"ndcg@{max(shared)}"]
 
 
 def _grid(
@@ -131,7 +140,9 @@ def _grid(
     for record in records:
         label = record["retriever"] + (f" (seed {record['seed']})" if len(seeds) > 1 else "")
         value = cell(record) if record["status"] == "ok" else Cell(record["status"])
-        placed.setdefault(label, {})[record["n"]] = value
+        if record["n"] in placed.setdefault(label, {}):
+            raise UsageError(f"{benchmark}: two cells of {label} at n={record['n']}; merge runs before making tables")
+        placed[label][record["n"]] = value
     rows = [(label, [cells.get(n) for n in sizes]) for label, cells in placed.items()]
     return Table(benchmark, name, sizes, rows, notes)
 
@@ -151,7 +162,7 @@ def _quality(benchmark: str, records: Sequence[Record], metric: str, command: st
         m = record["metrics"][metric]
         return Cell(f"{m['value']:.3f} [{m['low']:.3f}, {m['high']:.3f}]", m["value"], m["low"], m["high"])
 
-    ceilings = _range(round(record["ceiling"][metric], 3) for record in done)
+    ceilings = _range(round(record["ceiling"][metric], 3) for record in done) if done else "unknown"
     notes = [
         f"queries: {_range(record['queries']['declared'] for record in records)}; "
         f"without an answer: {_range(r['queries']['empty'] + r['queries']['failed'] for r in done)} (these score 0)",

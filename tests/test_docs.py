@@ -49,9 +49,7 @@ def test_the_readmes_retriever_works_when_pasted(
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_what_contributing_adds_works_as_written(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_contributing_adds_works_as_written(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(blocks("CONTRIBUTING.md", "python")[number], tmp_path)
     monkeypatch.chdir(tmp_path)
     for line in blocks("CONTRIBUTING.md", "sh")[1 + number].splitlines():
