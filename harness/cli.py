@@ -126,22 +126,6 @@ def _fail(error: Exception, code: int) -> int:
     return code
 
 
-FLAGS = (
-    "benchmark",
-    "retriever",
-    "n",
-    "k",
-    "seed",
-    "queries",
-    "latency_queries",
-    "device",
-    "dtype",
-    "timeout",
-    "memory_limit",
-    "plugin",
-)
-
-
 def _run(options: argparse.Namespace, command: str) -> int:
     from icr_bench.harness import tables
     from icr_bench.harness.display import display
@@ -149,7 +133,7 @@ def _run(options: argparse.Namespace, command: str) -> int:
     from icr_bench.harness.folder import latest, write
     from icr_bench.harness.run import run
 
-    suite = suites.assemble(options.suite, {flag: getattr(options, flag) for flag in FLAGS})
+    suite = suites.assemble(options.suite, {key: getattr(options, key) for key in suites.KEYS})
     out: Path = options.output or RUNS / suite.name
     with display() as shown:
         outcome = run(suite, out, command, shown, fresh=options.fresh, retry_failed=options.retry_failed)

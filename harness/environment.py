@@ -64,10 +64,14 @@ def package_digest() -> str:
 
 
 def code_digest(source: Path | None) -> str:
-    """SHA-256 over this package, the file that defines a plug-in, and the library versions."""
+    """SHA-256 over this package, a plug-in's file or the package that it stands in, and the library versions."""
     sha = hashlib.sha256(package_digest().encode())
     if source is not None:
-        sha.update(source.read_bytes())
+        package = source
+        while (package.parent / "__init__.py").exists():
+            package = package.parent
+        for file in sorted(package.rglob("*.py")) if package.is_dir() else [source]:
+            sha.update(f"{file.relative_to(package.parent).as_posix()}\0".encode() + file.read_bytes() + b"\0")
     sha.update(repr(sorted(libraries().items())).encode())
     return sha.hexdigest()
 
