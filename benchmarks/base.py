@@ -102,7 +102,7 @@ class Benchmark:
         if queries is not None:
             if not 1 <= queries <= len(declared):
                 raise SizeError(f"queries={queries} asked for, but the number of declared queries is {len(declared):,}")
-            kept = set(random.Random(f"icr-bench queries {seed}").sample([q.id for q in declared], queries))
+            kept = set(random.Random(f"icr-bench queries {seed}").sample(sorted(q.id for q in declared), queries))
             declared = [q for q in declared if q.id in kept]
         return replace(self, queries=declared, warnings=warnings, seed=seed, relevant=relevant)
 
@@ -114,8 +114,9 @@ class Benchmark:
 
     @cached_property
     def _order(self) -> list[Passage]:
-        golds = [d for d in self.documents if d.id in self.golds]
-        rest = [d for d in self.documents if d.id not in self.golds]
+        documents = sorted(self.documents, key=lambda d: d.id)  # the order of a file is no part of the data
+        golds = [d for d in documents if d.id in self.golds]
+        rest = [d for d in documents if d.id not in self.golds]
         random.Random(f"icr-bench documents {self.seed}").shuffle(rest)
         return golds + rest
 

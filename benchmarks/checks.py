@@ -114,6 +114,7 @@ def check(
     ):
         if not count:
             errors.add("empty", f"{places[rows].file if rows in places else rows}: {problem}")
+    errors.stop()
 
     grades: dict[tuple[str, str], int] = {}
     for i, row in enumerate(judgments):

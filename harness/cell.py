@@ -56,7 +56,7 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
     start = time.perf_counter()
     registry = Registry(job["plugins"])
     retriever: Retriever = registry.build("retriever", Spec(job["retriever"], job["options"]), job["filled"])
-    retriever.progress = lambda done, total: report("index", done, total)  # type: ignore[method-assign]
+    retriever.progress = lambda done, total: report("index", int(done), int(total))  # type: ignore[method-assign]
     retriever.load()
     loaded = time.perf_counter() - start
     texts, tokens, truncated = cut(retriever, job["documents"], job["max_tokens"])
@@ -92,11 +92,14 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
         batched += time.perf_counter() - start
         answers += check(rankings, len(batch), len(documents), depth)
     report("queries", len(queries), len(queries))
+    settings = retriever.settings()
+    if not isinstance(settings, dict):
+        raise TypeError(f"settings must return a dict, got {type(settings).__name__}")
     p50, p95, p99 = (percentile(single, share) for share in (0.5, 0.95, 0.99))
     return {
         "status": "ok",
         "answers": [[ranking.numbers, ranking.scores, ranking.error] for ranking in answers],
-        "settings": retriever.settings(),
+        "settings": settings,
         "time": {
             "load_s": loaded,
             "index_s": indexed,
@@ -161,7 +164,7 @@ def check(rankings: Any, queries: int, documents: int, depth: int) -> list[Ranki
         for score in scores:
             if not math.isfinite(score):
                 raise BadRanking(f"a ranking holds the score {score}; scores must be finite")
-        checked.append(Ranking(numbers, scores, str(ranking.error)))
+        checked.append(Ranking(numbers, scores, str(ranking.error or "")))
     return checked
 
 
@@ -195,7 +198,7 @@ def _guard() -> None:
     if os.fork():
         return
     while os.read(0, 4096):
-        pass
+        continue
     os.killpg(0, signal.SIGKILL)
 
 
@@ -206,6 +209,7 @@ def _out_of_memory(error: BaseException) -> bool:
 def main(job_file: str, result_file: str) -> None:
     """Run the cell; the result file appears whole or not at all."""
     _guard()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # whoever asks for input gets none
     progress = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -215,17 +219,20 @@ def main(job_file: str, result_file: str) -> None:
 
     try:
         result = measure(json.loads(Path(job_file).read_text()), report)
-    except KeyboardInterrupt:
-        raise
+        result["memory"] |= {"peak_rss_bytes": peak_rss(), "device_peak_bytes": device_peak()}
+        text = json.dumps(result)
     except BaseException as error:
         traceback.print_exc()
         status = "oom" if _out_of_memory(error) else "error"
         message = f"{type(error).__name__}: {error}".strip()
-        result = {"status": status, "error": message, "memory": {}}
-    result["memory"] |= {"peak_rss_bytes": peak_rss(), "device_peak_bytes": device_peak()}
+        memory = {"peak_rss_bytes": peak_rss(), "device_peak_bytes": device_peak()}
+        text = json.dumps({"status": status, "error": message, "memory": memory})
     partial = Path(result_file + ".partial")
-    partial.write_text(json.dumps(result))
+    partial.write_text(text)
     partial.rename(result_file)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads that a retriever left running are not waited for
 
 
 if __name__ == "__main__":

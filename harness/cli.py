@@ -68,24 +68,24 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--retry-failed", action="store_true", help="compute failed cells again")
 
     table = command("table", "tables of one or several runs")
-    table.add_argument("folders", nargs="+", metavar="DIR", type=Path)
+    table.add_argument("folders", nargs="+", metavar="DIR", type=Path, help="folders of runs")
     table.add_argument("--metric", action="append", metavar="M", help="such as hit@1; may be repeated")
-    table.add_argument("--format", choices=("md", "csv", "latex", "json"), default="md")
+    table.add_argument("--format", choices=("md", "csv", "latex", "json"), default="md", help="md by default")
 
     plot = command("plot", "scaling curves of one or several runs as PNG, SVG or PDF (extra report)")
-    plot.add_argument("folders", nargs="+", metavar="DIR", type=Path)
-    plot.add_argument("-o", "--output", metavar="FILE", type=Path, required=True)
+    plot.add_argument("folders", nargs="+", metavar="DIR", type=Path, help="folders of runs")
+    plot.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help=".png, .svg or .pdf")
     plot.add_argument("--metric", metavar="M", default="hit@1", help="such as hit@1 (the default)")
 
     export = command("export", "write TREC runs and qrels of a run's finished cells")
-    export.add_argument("folder", metavar="DIR", type=Path)
+    export.add_argument("folder", metavar="DIR", type=Path, help="folder of a run")
     export.add_argument("-o", "--output", metavar="DIR", type=Path, help="folder to write to (DIR/trec)")
 
     listing = command("list", "names that can be chosen")
-    listing.add_argument("what", choices=("retrievers", "benchmarks", "suites", "metrics"))
+    listing.add_argument("what", choices=("retrievers", "benchmarks", "suites", "metrics"), help="kind of name")
 
     describe = command("describe", "what a retriever, benchmark, suite or metric is, and its options")
-    describe.add_argument("name", metavar="NAME")
+    describe.add_argument("name", metavar="NAME", help="any name that icr-bench list prints")
 
     validate = command("validate", "check a retriever against the contract that every retriever must keep")
     validate.add_argument("spec", metavar="NAME", help="NAME or NAME:key=value,key=value")
@@ -237,7 +237,11 @@ def _describe_target(registry: Registry, kind: Kind, name: str) -> str:
 
 
 def _type(annotation: Any) -> str:
-    return annotation.__name__ if inspect.isclass(annotation) else str(annotation).replace("typing.", "")
+    return (
+        annotation.__name__
+        if hasattr(annotation, "__supertype__") or inspect.isclass(annotation)
+        else str(annotation).replace("typing.", "")
+    )
 
 
 def _validate(options: argparse.Namespace, command: str) -> int:
@@ -245,8 +249,14 @@ def _validate(options: argparse.Namespace, command: str) -> int:
 
     registry = Registry(options.plugin or ())
     spec = parse_spec(options.spec)
-    registry.resolve("retriever", spec)
     filled = {"device": "auto", "dtype": "auto", "seed": 0}
+    registry.resolve("retriever", spec)
+    try:
+        registry.build("retriever", spec, filled)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"retriever {spec.name}: {error}") from error
+    except (Exception, SystemExit):
+        pass  # what the first check reports
     results = validate(lambda: registry.build("retriever", spec, filled))
     for result in results:
         print(f"{'ok  ' if result.ok else 'FAIL'} {result.name}" + (f": {result.problem}" if result.problem else ""))

@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
@@ -63,10 +64,10 @@ def package_digest() -> str:
     return sha.hexdigest()
 
 
-def code_digest(source: Path | None) -> str:
-    """SHA-256 over this package, a plug-in's file or the package that it stands in, and the library versions."""
+def code_digest(sources: Iterable[Path]) -> str:
+    """SHA-256 over this package, a plug-in's files or the packages that they stand in, and the library versions."""
     sha = hashlib.sha256(package_digest().encode())
-    if source is not None:
+    for source in sources:
         package = source
         while (package.parent / "__init__.py").exists():
             package = package.parent

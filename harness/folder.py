@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +19,28 @@ Row = tuple[str, int, str, int]
 
 FORMAT = 1
 
-OWN = ("run.json", "cells.jsonl", "rankings", "judgments", "tables", "logs", "work")
+ABOUT, LOCK = "run.json", ".lock"
+OWN = ("cells.jsonl", "rankings", "judgments", "tables", "logs", "work", ABOUT)
+"""What a run writes, in the order in which it is deleted: the file that makes the folder a run's goes last."""
+
+
+def _held_suite(path: Path) -> str | None:
+    """The suite whose cells a folder holds; None for a folder that is empty or not there.
+
+    Raises:
+        UsageError: the folder holds something else.
+    """
+    try:
+        names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+        about = json.loads((path / ABOUT).read_text(encoding="utf-8")) if ABOUT in names else None
+    except (OSError, ValueError):
+        about = {}
+    if about is None and names <= {LOCK, f"{ABOUT}.partial"}:
+        return None
+    if not isinstance(about, dict) or about.get("format") != FORMAT or not isinstance(about.get("suite"), str):
+        raise UsageError(f"output folder {path}: is not empty and holds no run; choose another with -o")
+    suite: str = about["suite"]
+    return suite
 
 
 def row(record: Record) -> Row:
@@ -36,35 +58,39 @@ class Folder:
             UsageError: it cannot be written, holds something else or another suite's cells, or is in use.
         """
         self.path = path
+        _held_suite(path)  # before anything is written
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock: IO[str] = (path / ".lock").open("w")
+            self._lock: IO[str] = (path / LOCK).open("w")
         except OSError as error:
             problem = f"cannot be written: {error.strerror}; choose another with -o"
             raise UsageError(f"output folder {path}: {problem}") from None
         try:
+            self._open(suite, command, fresh)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _open(self, suite: str, command: str, fresh: bool) -> None:
+        try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UsageError(f"output folder {path}: another run is using it") from None
-        about = path / "run.json"
-        if not about.exists() and any(entry.name != ".lock" for entry in path.iterdir()):
-            raise UsageError(f"output folder {path}: is not empty and holds no run; choose another with -o")
-        if about.exists():
-            held = json.loads(about.read_text())
-            if fresh:
-                self._clear()
-            elif held["suite"] != suite or held["format"] != FORMAT:
-                raise UsageError(
-                    f"output folder {path}: holds cells of the suite {held['suite']!r}, not {suite!r}; "
-                    f"choose another with -o, or --fresh to delete them"
-                )
-        write(about, json.dumps({"suite": suite, "format": FORMAT, "command": command}) + "\n")
+            raise UsageError(f"output folder {self.path}: another run is using it") from None
+        held = _held_suite(self.path)
+        if held is not None and fresh:
+            self._clear()
+        elif held not in (None, suite):
+            raise UsageError(
+                f"output folder {self.path}: holds cells of the suite {held!r}, not {suite!r}; "
+                f"choose another with -o, or --fresh to delete them"
+            )
+        write(self.path / ABOUT, json.dumps({"suite": suite, "format": FORMAT, "command": command}) + "\n")
         for name in ("rankings", "judgments", "logs"):
-            (path / name).mkdir(exist_ok=True)
+            (self.path / name).mkdir(exist_ok=True)
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir()
         self.cut_bytes = self._cut_torn_line()
-        self.latest = {row(record): record for record in read(path)}
+        self.latest = {row(record): record for record in read(self.path)}
 
     def __enter__(self) -> Folder:
         return self
@@ -108,10 +134,19 @@ class Folder:
                 judged = ({"query": q.id, "text": q.text, "judgments": task.judgments[q.id]} for q in task.queries)
                 write(self.path / record["judgments"], _lines(judged))
         with (self.path / "cells.jsonl").open("a", encoding="utf-8", newline="\n") as stream:
-            stream.write(json.dumps(record) + "\n")
+            stream.write(json.dumps(_finite(record), allow_nan=False) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
         self.latest[row(record)] = record
+
+
+def _finite(value: Any) -> Any:
+    """The same with infinities and NaN as text, since JSON has no such numbers."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
 def _lines(rows: Iterable[Record]) -> str:
@@ -143,7 +178,7 @@ def read(path: Path) -> Iterator[Record]:
     for number, line in enumerate(cells.read_text(encoding="utf-8").split("\n")[:-1], 1):
         try:
             record = json.loads(line)
-            row(record), record["fingerprint"]["data"]
+            row(record), record["fingerprint"]["data"], record["config"]
         except (ValueError, KeyError, TypeError):
             raise DataError(f"{cells}:{number}: not a record of a cell: {line[:80]!r}") from None
         yield record
@@ -152,16 +187,41 @@ def read(path: Path) -> Iterator[Record]:
 def latest(path: Path) -> list[Record]:
     """The last record of every cell of a run's folder.
 
-    Cells of data that changed since are left out: what stands in one table was asked the same questions.
+    Cells of data or settings that changed since are left out: what stands in one table was asked the same questions,
+    and what stands in one row answered in the same way.
 
     Raises:
         UsageError: the folder holds no run.
     """
-    if not (path / "run.json").is_file():
-        raise UsageError(f"{path}: no run was found there (a folder with run.json and cells.jsonl was expected)")
-    records = {row(record): record for record in read(path)}
-    data = {(r["benchmark"], r["n"], r["seed"]): r["fingerprint"]["data"] for r in read(path)}
-    return [r for r in records.values() if r["fingerprint"]["data"] == data[r["benchmark"], r["n"], r["seed"]]]
+    if not (path / ABOUT).is_file():
+        raise UsageError(f"{path}: no run was found there (a folder with {ABOUT} and cells.jsonl was expected)")
+    records = list({row(record): record for record in read(path)}.values())
+    for kind in (_questions, _data, _answers):
+        newest = dict(kind(record) for record in read(path))
+        records = [record for record in records if newest.get(kind(record)[0]) == kind(record)[1]]
+    return records
+
+
+Identity = tuple[tuple[Any, ...], str]
+
+
+def _questions(record: Record) -> Identity:
+    """A benchmark, and what it was made from."""
+    made = record["config"]["benchmark"]
+    return (record["benchmark"],), json.dumps([made["name"], made["resolved"]], sort_keys=True)
+
+
+def _data(record: Record) -> Identity:
+    """A corpus, and what is in it."""
+    return (record["benchmark"], record["n"], record["seed"]), record["fingerprint"]["data"]
+
+
+def _answers(record: Record) -> Identity:
+    """A row, and what gave its answers."""
+    config, fingerprint = record["config"], record["fingerprint"]
+    made = [config["retriever"]["name"], config["retriever"]["resolved"], config["device"], config["dtype"]]
+    made += [fingerprint["weights"], fingerprint["code"]]
+    return (record["benchmark"], record["retriever"]), json.dumps(made, sort_keys=True)
 
 
 def merge(paths: Sequence[Path]) -> list[Record]:

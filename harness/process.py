@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,12 +38,12 @@ def run_cell(job: Job, work: Path, log: Path, limits: Limits, progress: OnProgre
 
     The result has ``status`` (ok, oom, timeout, killed, error), ``error`` and ``memory`` whatever happened.
     """
-    job_file, result_file = work / "job.json", work / "result.json"
+    job_file, result_file = work.absolute() / "job.json", work.absolute() / "result.json"
     job_file.write_text(json.dumps(job))
     result_file.unlink(missing_ok=True)
     with log.open("wb") as log_stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "icr_bench.harness.cell", str(job_file), str(result_file)],
+            [sys.executable, "-P", "-m", "icr_bench.harness.cell", str(job_file), str(result_file)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log_stream,
@@ -76,19 +77,19 @@ def _watch(process: subprocess.Popen[bytes], limits: Limits) -> tuple[int, tuple
             return peak, None
         except subprocess.TimeoutExpired:
             pass
-        resident = _resident(process.pid)
-        peak = max(peak, resident)
-        if limits.memory is not None and resident > limits.memory:
-            return peak, ("oom", f"used {resident:,} bytes, more than --memory-limit {limits.memory:,}")
+        peak = max(peak, _resident(process.pid, children=False))
+        if limits.memory is not None and (resident := _resident(process.pid, children=True)) > limits.memory:
+            return resident, ("oom", f"used {resident:,} bytes, more than --memory-limit {limits.memory:,}")
         if limits.timeout is not None and time.monotonic() - start > limits.timeout:
             return peak, ("timeout", f"took longer than --timeout {limits.timeout:g} seconds")
 
 
-def _resident(pid: int) -> int:
+def _resident(pid: int, *, children: bool) -> int:
+    """Resident bytes of a process, with all its descendants if asked; to find those takes a look at every process."""
     total = 0
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        for member in (process, *process.children(recursive=True)):
+        for member in (process, *(process.children(recursive=True) if children else ())):
             with suppress(psutil.NoSuchProcess):
                 total += member.memory_info().rss
     return total
@@ -96,6 +97,10 @@ def _resident(pid: int) -> int:
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
     """Kill the cell and whatever it left running, its guard included."""
+    with suppress(psutil.NoSuchProcess):
+        for descendant in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                descendant.kill()  # also one that left the group, as long as the cell lives
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -104,8 +109,9 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 def _relay(stream: IO[bytes], progress: OnProgress) -> None:
     with stream:
         for line in stream:
-            stage, done, total = line.decode().split("\t")
-            progress(stage, int(done), int(total))
+            stage, _, numbers = line.decode("utf-8", "replace").partition("\t")
+            if match := re.fullmatch(r"(\d+)\t(\d+)\n", numbers):
+                progress(stage, int(match[1]), int(match[2]))
 
 
 def _death(code: int, log: Path) -> tuple[str, str]:

@@ -48,6 +48,7 @@ class Registry:
         for kind in self._targets:
             for point in entry_points(group=f"icr_bench.{kind}s"):
                 self._add(kind, point.name, point, f"entry point {point.value}")
+        self._plugin_of: dict[tuple[Kind, str], Path] = {}
         self.plugins = tuple(Path(plugin).absolute() for plugin in plugins)
         for plugin in self.plugins:
             self._load_plugin(plugin)
@@ -86,6 +87,7 @@ class Registry:
                 if not isinstance(name, str):
                     raise UsageError(f"--plugin {file}: a name in {kind.upper()}S must be text, got {name!r}")
                 self._add(kind, name, target, f"--plugin {file}")
+                self._plugin_of[kind, name] = file
 
     def names(self, kind: Kind) -> list[str]:
         return sorted(self._targets[kind])
@@ -108,10 +110,11 @@ class Registry:
         found: Callable[..., Any] = target
         return found
 
-    def source(self, kind: Kind, name: str) -> Path | None:
-        """The file that defines a name, where it is known."""
+    def sources(self, kind: Kind, name: str) -> list[Path]:
+        """The files behind a name: the plug-in that names it, and where its class or function is defined."""
+        files = [self._plugin_of[kind, name]] if (kind, name) in self._plugin_of else []
         file = inspect.getsourcefile(inspect.unwrap(self.get(kind, name)))
-        return Path(file) if file else None
+        return list(dict.fromkeys([*files, Path(file)] if file else files))
 
     def options(self, kind: Kind, name: str) -> dict[str, Option]:
         """The options that a spec may give."""
@@ -136,12 +139,16 @@ class Registry:
             arguments.append(Option(parameter.name, hints.get(parameter.name, unannotated), parameter.default))
         return arguments
 
-    def resolve(self, kind: Kind, spec: Spec) -> dict[str, Any]:
-        """All options of a spec, converted to the types that the annotations name, defaults included."""
+    def resolve(self, kind: Kind, spec: Spec, also: Iterable[str] = ("label",)) -> dict[str, Any]:
+        """All options of a spec, converted to the types that the annotations name, defaults included.
+
+        Args:
+            also: options that the harness takes itself, to be named when one is misspelt.
+        """
         known = self.options(kind, spec.name)
         for key in spec.options:
             if key not in known:
-                raise unknown(f"option of {kind} {spec.name}", key, known)
+                raise unknown(f"option of {kind} {spec.name}", key, {*known, *also})
         values = {}
         for option in known.values():
             if option.name in spec.options:
@@ -183,6 +190,8 @@ def convert(value: Any, annotation: Any) -> Any:
     Raises:
         ValueError: what was got and what was expected.
     """
+    if isinstance(annotation, typing.NewType):
+        annotation = annotation.__supertype__
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation in (Any, inspect.Parameter.empty, object):
         return value

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from icr_bench.benchmarks.base import Benchmark, SizeError, Task
+from icr_bench.benchmarks.base import Benchmark, DataError, SizeError, Task
 from icr_bench.harness import metrics
 from icr_bench.harness.cell import Job
 from icr_bench.harness.environment import code_digest, environment
@@ -22,7 +22,7 @@ from icr_bench.harness.registry import Registry, convert
 from icr_bench.harness.spec import ALL, Spec
 from icr_bench.harness.suite import Suite
 from icr_bench.retrievers.base import MissingExtra
-from icr_bench.retrievers.weights import identify
+from icr_bench.retrievers.weights import Model, identify
 
 COMMON: Mapping[str, tuple[Any, Any]] = {
     "queries": (int | None, None),
@@ -165,14 +165,16 @@ def prepare_retriever(registry: Registry, spec: Spec, suite: Suite) -> Answering
         raise UsageError(f"retriever {spec.row}: {error}") from error
     except (Exception, SystemExit):
         pass  # no matter of its options: its cells will fail with it, and keep the log
+    known = registry.options("retriever", spec.name)
     for key, value in options.items():
-        if isinstance(value, (str, Path)) and (key == "model" or (str(value) and Path(value).exists())):
+        is_path = isinstance(value, Path) and value.exists()
+        is_file = isinstance(value, str) and Path(value).is_file()
+        if value is not None and (known[key].annotation in (Model, Model | None) or is_path or is_file):
             try:
                 weights[key] = identify(str(value))
             except OSError as error:
                 raise UsageError(f"retriever {spec.row}: {key}: {error}") from error
-    plugin = registry.source("retriever", spec.name)
-    return Answering(spec, options, weights, code_digest(plugin))
+    return Answering(spec, options, weights, code_digest(registry.sources("retriever", spec.name)))
 
 
 def prepare_benchmark(registry: Registry, spec: Spec, queries: int | None) -> Asked:
@@ -189,8 +191,9 @@ def prepare_benchmark(registry: Registry, spec: Spec, queries: int | None) -> As
     for key in ("queries", "max_tokens", "relevant"):
         if common[key] is not None and common[key] < 1:
             raise UsageError(f"benchmark {spec.row}: {key} must be 1 or more, got {common[key]}")
+    given.pop("n", None)  # sizes are the suite's matter
     bare = Spec(spec.name, given, spec.label)
-    return Asked(bare, registry.resolve("benchmark", bare), common)
+    return Asked(bare, registry.resolve("benchmark", bare, COMMON_HELP), common)
 
 
 def load_benchmark(registry: Registry, asked: Asked, seeds: tuple[int, ...]) -> dict[int, Benchmark]:
@@ -207,8 +210,12 @@ def load_benchmark(registry: Registry, asked: Asked, seeds: tuple[int, ...]) -> 
             loaded[seed] = benchmark.choose(
                 seed=seed, relevant=asked.common["relevant"], queries=asked.common["queries"]
             )
+    except (DataError, UsageError):
+        raise
     except ValueError as error:
         raise UsageError(f"benchmark {asked.spec.row}: {error}") from error
+    except Exception as error:  # a plug-in's code may raise anything
+        raise UsageError(f"benchmark {asked.spec.row}: {type(error).__name__}: {error}") from error
     return loaded
 
 
@@ -322,7 +329,7 @@ def compute(
         "tie_rate": scored.tie_rate,
         **{key: result[key] for key in ("time", "tokens", "truncated")},
     }
-    record["config"]["retriever"]["resolved"] |= result["settings"]
+    record["config"]["retriever"]["settings"] = result["settings"]
     return record, kept
 
 
@@ -330,7 +337,7 @@ def order(task: Task, answers: list[Any], depth: int, excluded: set[str]) -> tup
     """Rankings in canonical order as they are kept, cut to depth, and whether equal scores occur in each."""
     kept, tied = [], []
     for query, (numbers, scores, error) in zip(task.queries, answers, strict=True):
-        positions = metrics.canonical(numbers, scores)
+        positions = [] if error else metrics.canonical(numbers, scores)
         positions = [p for p in positions if not (query.id in excluded and task.ids[numbers[p]] == query.id)][:depth]
         line = {
             "query": query.id,

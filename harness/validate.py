@@ -9,7 +9,7 @@ from typing import Any
 
 from icr_bench.harness import cell
 from icr_bench.harness.metrics import canonical
-from icr_bench.retrievers.base import Document, Ranking, Retriever
+from icr_bench.retrievers.base import Document, MissingExtra, Ranking, Retriever
 
 TEXTS = [
     "Ada Brown likes Quokkas, River Otters and Candle Making.",
@@ -40,10 +40,12 @@ class Result:
 
 
 def validate(make: Callable[[], Retriever]) -> list[Result]:
-    """Run every check on fresh retrievers from ``make``; checks that need a loaded one stop if loading fails."""
+    """Run every check on a retriever from ``make``; only the first if it cannot be made and loaded."""
     try:
         retriever = make()
         retriever.load()
+    except MissingExtra:
+        raise
     except Exception as error:
         return [Result("is made from its options and loads", _why(error))]
     results = [Result("is made from its options and loads", "")]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from icr_bench.retrievers.base import Document, MissingExtra, Ranking, Retriever
 from icr_bench.retrievers.top import top_k
-from icr_bench.retrievers.weights import locate
+from icr_bench.retrievers.weights import Model, locate
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -45,7 +45,7 @@ class Dense(Retriever):
     def __init__(
         self,
         *,
-        model: str,
+        model: Model,
         query_prompt: str | None = None,
         document_prompt: str | None = None,
         max_length: int | None = None,

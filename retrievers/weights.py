@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import NewType
+
+Model = NewType("Model", str)
+"""Annotation of an option that names weights: a hub id (``org/name@revision``), or a local file or folder.
+
+A cell is computed again when the weights behind such an option change.
+"""
 
 
 def locate(model: str) -> tuple[str, str | None]:

@@ -373,5 +373,7 @@ def test_rows_that_cannot_be_used_are_an_error_with_their_place(
 
 def test_all_errors_are_told_at_once() -> None:
     with pytest.raises(DataError) as raised:
-        Benchmark.of(passages(1), [], [Judgment("q0", "d0", 1), Judgment("q0", "d8", 1)])
+        Benchmark.of(
+            passages(1), queries(1), [Judgment("q0", "d8", 1), Judgment("q8", "d0", 1), Judgment("q0", "d9", 1)]
+        )
     assert len(str(raised.value).splitlines()) == 3

@@ -258,7 +258,7 @@ def test_plugin_adds_a_retriever(plugin: Write) -> None:
     assert "first" in known.names("retriever")
     made = known.build("retriever", parse_spec("first:step=3,names=a+b"), {})
     assert (made.step, made.names) == (3, ["a", "b"])
-    assert known.source("retriever", "first") == plugin(GOOD)
+    assert known.sources("retriever", "first") == [plugin(GOOD)]
 
 
 def test_plugin_adds_a_benchmark(plugin: Write) -> None:
