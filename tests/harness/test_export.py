@@ -334,7 +334,20 @@ def test_exporting_twice_gives_the_same_files(folder: Path, tmp_path: Path) -> N
     assert first == second
 
 
-RECORD = {"fingerprint": {"data": "0"}, "benchmark": "limit", "n": 46, "retriever": "bm25", "seed": 0, "status": "ok"}
+RECORD = {
+    "benchmark": "limit",
+    "n": 46,
+    "retriever": "bm25",
+    "seed": 0,
+    "status": "ok",
+    "fingerprint": {"data": "0", "weights": {}, "code": "0"},
+    "config": {
+        "benchmark": {"name": "limit", "resolved": {}},
+        "retriever": {"name": "bm25", "resolved": {}},
+        "device": "cpu",
+        "dtype": "float32",
+    },
+}
 
 
 def test_file_names_are_plain() -> None:
