@@ -8,13 +8,51 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from icr_bench.benchmarks.checks import DataError, Findings, Judgment, Passage, Places, Query, check
-
 __all__ = ["Benchmark", "DataError", "Document", "Judgment", "Passage", "Places", "Query", "SizeError", "Task"]
+
+
+class DataError(Exception):
+    """Data that cannot be used. Each line of the message names the file and line, or the row."""
 
 
 class SizeError(ValueError):
     """A corpus size or a number of queries that the benchmark cannot give."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A document of a benchmark: its id and its text (title and text joined by one space)."""
+
+    id: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A query of a benchmark."""
+
+    id: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Judgment:
+    """One graded judgment; a grade above 0 says how relevant the document is to the query."""
+
+    query: str
+    document: str
+    grade: int
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where rows come from: row i stands on line ``lines[i]`` of ``file``."""
+
+    file: str
+    lines: Sequence[int]
+
+    def __getitem__(self, row: int) -> str:
+        return f"{self.file}:{self.lines[row]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +108,8 @@ class Benchmark:
         Raises:
             DataError: conflicting duplicates, judgments for unknown documents or queries, an empty corpus.
         """
+        from icr_bench.benchmarks.checks import check  # it imports the classes above
+
         given, places = list(queries), places or {}
         documents, queries, judgments, warnings = check(list(documents), given, list(judgments), places)
         lines = {q.id: places["queries"][row] for row, q in enumerate(given)} if "queries" in places else {}
@@ -86,6 +126,8 @@ class Benchmark:
             SizeError: fewer queries are declared than asked for.
             DataError: no query has a gold.
         """
+        from icr_bench.benchmarks.checks import Findings
+
         declared: list[Query] = []
         findings = Findings()
         for q in self.queries:

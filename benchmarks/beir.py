@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from icr_bench.benchmarks.base import Benchmark, Judgment, Passage, Places, Query
-from icr_bench.benchmarks.checks import DataError, Findings
+from icr_bench.benchmarks.base import Benchmark, DataError, Judgment, Passage, Places, Query
+from icr_bench.benchmarks.checks import Findings
 
 QRELS_HEADER = ["query-id", "corpus-id", "score"]
 _INTEGER = re.compile(r"[+-]?[0-9]+")

@@ -3,48 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-
-class DataError(Exception):
-    """Data that cannot be used. Each line of the message names the file and line, or the row."""
-
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """A document of a benchmark: its id and its text (title and text joined by one space)."""
-
-    id: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    """A query of a benchmark."""
-
-    id: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Judgment:
-    """One graded judgment; a grade above 0 says how relevant the document is to the query."""
-
-    query: str
-    document: str
-    grade: int
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where rows come from: row i stands on line ``lines[i]`` of ``file``."""
-
-    file: str
-    lines: Sequence[int]
-
-    def __getitem__(self, row: int) -> str:
-        return f"{self.file}:{self.lines[row]}"
-
+from icr_bench.benchmarks.base import DataError, Judgment, Passage, Places, Query
 
 MOST_FINDINGS = 10
 """How many findings of one kind are listed one by one before the rest are counted."""

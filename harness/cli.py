@@ -6,12 +6,15 @@ import argparse
 import inspect
 import os
 import shlex
+import shutil
 import signal
 import sys
+import types
+import typing
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from icr_bench.benchmarks.base import DataError
 from icr_bench.harness import suite as suites
@@ -20,6 +23,7 @@ from icr_bench.harness.metrics import DEFINITIONS
 from icr_bench.harness.registry import Kind, Registry
 from icr_bench.harness.spec import parse_spec
 from icr_bench.retrievers.base import MissingExtra
+from icr_bench.retrievers.weights import Model
 
 if TYPE_CHECKING:
     from icr_bench.harness.folder import Record
@@ -54,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     spec = "NAME or NAME:key=value,key=value; may be repeated; label= renames its rows"
     run.add_argument("-b", "--benchmark", action="append", metavar="SPEC", help=spec)
     run.add_argument("-r", "--retriever", action="append", metavar="SPEC", help=spec)
-    run.add_argument("-n", metavar="SIZES", help="corpus sizes, such as 46,500,1k,2.5k,all")
+    run.add_argument("-n", metavar="SIZES", help="corpus sizes, such as 46,500,1k,2.5k,all (the suite's, else all)")
     run.add_argument("-k", metavar="CUTOFFS", help="metric cut-offs; the largest is the depth kept (1,2,5,10)")
     run.add_argument("--seed", metavar="SEEDS", help="seeds, such as 0,1; each is a set of cells (0)")
     run.add_argument("--queries", metavar="M", help="a seeded sample of M declared queries (all)")
@@ -117,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone, as with `| head`
         return OK
+    except OSError as error:  # a full disk, say; what was finished before is kept
+        return _fail(UsageError(f"{error.filename or 'file'}: {error.strerror or error}"), USAGE)
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -128,7 +134,7 @@ def _fail(error: Exception, code: int) -> int:
 
 def _run(options: argparse.Namespace, command: str) -> int:
     from icr_bench.harness import tables
-    from icr_bench.harness.display import display
+    from icr_bench.harness.display import display, reason
     from icr_bench.harness.export import safe_name
     from icr_bench.harness.folder import latest, write
     from icr_bench.harness.run import run
@@ -138,8 +144,9 @@ def _run(options: argparse.Namespace, command: str) -> int:
     with display() as shown:
         outcome = run(suite, out, command, shown, fresh=options.fresh, retry_failed=options.retry_failed)
     folder = out / "tables"
-    folder.mkdir(exist_ok=True)
-    for table in tables.build(latest(out), None, command):
+    shutil.rmtree(folder, ignore_errors=True)  # they are made from the records again
+    folder.mkdir()
+    for table in tables.build(latest(out), None, shlex.join(["icr-bench", "table", str(out)])):
         name = f"{safe_name(table.benchmark)}-{table.name}"
         for form, ending in tables.ENDINGS.items():
             write(folder / f"{name}.{ending}", table.render(form))  # type: ignore[arg-type]
@@ -148,7 +155,7 @@ def _run(options: argparse.Namespace, command: str) -> int:
     print(f"{outcome.computed} cells computed, {outcome.reused} there already; records, rankings and tables: {out}")
     for record in outcome.failed:
         name = f"{record['benchmark']} n={record['n']:,} {record['retriever']} seed {record['seed']}"
-        print(f"icr-bench: {name}: {record['status']}: {record['error']} (log: {out / record['log']})", file=sys.stderr)
+        print(f"icr-bench: {name}: {record['status']}: {reason(record)} (log: {out / record['log']})", file=sys.stderr)
     return outcome.exit_code
 
 
@@ -228,7 +235,7 @@ def _describe_target(registry: Registry, kind: Kind, name: str) -> str:
         default = "required" if option.required else f"default {option.default}"
         lines.append(f"  {option.name}= ({_type(option.annotation)}; {default})")
     if kind == "benchmark":
-        from icr_bench.harness.run import COMMON_HELP
+        from icr_bench.harness.prepare import COMMON_HELP
 
         lines += ["", "options of every benchmark:"] + [f"  {key}= {text}" for key, text in COMMON_HELP.items()]
     else:
@@ -236,12 +243,19 @@ def _describe_target(registry: Registry, kind: Kind, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+_WORDS = {"str": "text", "int": "whole number", "float": "number", "bool": "true or false", "Path": "path"}
+
+
 def _type(annotation: Any) -> str:
-    return (
-        annotation.__name__
-        if hasattr(annotation, "__supertype__") or inspect.isclass(annotation)
-        else str(annotation).replace("typing.", "")
-    )
+    """An option's type in words."""
+    if typing.get_origin(annotation) is Literal:
+        return " | ".join(map(str, typing.get_args(annotation)))
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        return " or ".join("none" if a is type(None) else _type(a) for a in typing.get_args(annotation))
+    if annotation is Model:
+        return "hub id or path"
+    name = getattr(annotation, "__name__", str(annotation))
+    return _WORDS.get(name, name)
 
 
 def _validate(options: argparse.Namespace, command: str) -> int:
@@ -266,7 +280,7 @@ def _validate(options: argparse.Namespace, command: str) -> int:
 
 
 def _lint(options: argparse.Namespace, command: str) -> int:
-    from icr_bench.harness.run import load_benchmark, prepare_benchmark
+    from icr_bench.harness.prepare import load_benchmark, prepare_benchmark
 
     registry = Registry(options.plugin or ())
     asked = prepare_benchmark(registry, parse_spec(options.spec), None)

@@ -5,10 +5,14 @@ from __future__ import annotations
 from types import TracebackType
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from icr_bench.harness.folder import Record
+
+
+def reason(record: Record) -> str:
+    """The first line of a failed cell's error; its log holds the rest."""
+    return (record["error"] or "").partition("\n")[0][:300]
 
 
 class Lines:
@@ -25,7 +29,7 @@ class Lines:
         pass
 
     def say(self, text: str) -> None:
-        self._console.print(escape(text))
+        self._console.print(text, markup=False, emoji=False)
 
     def cell_started(self, title: str, number: int, total: int) -> None:
         self._title = f"[{number}/{total}] {title}"
@@ -38,7 +42,7 @@ class Lines:
             time, first = record["time"], next(iter(record["metrics"]))
             what = f"{first} {record['metrics'][first]['value']:.3f}, index {time['index_s']:.2g} s"
         else:
-            what = f"{record['status']}: {record['error']}"
+            what = f"{record['status']}: {reason(record)}"
         self.say(f"{self._title}: {what}")
 
 
@@ -47,7 +51,7 @@ class Bars(Lines):
 
     def __enter__(self) -> Bars:
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.fields[stage]}"),
             TimeElapsedColumn(),
@@ -63,7 +67,7 @@ class Bars(Lines):
 
     def cell_started(self, title: str, number: int, total: int) -> None:
         super().cell_started(title, number, total)
-        self._progress.reset(self._task, description=escape(self._title), total=None, stage="start")
+        self._progress.reset(self._task, description=self._title, total=None, stage="start")
 
     def cell_progress(self, stage: str, done: int, total: int) -> None:
         known = total if total > 1 else None

@@ -36,7 +36,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "machine": {
-            "id": hashlib.sha256(f"{platform.node()} {_processor()} {os.cpu_count()}".encode()).hexdigest()[:12],
+            "id": machine_id(),
             "processor": _processor(),
             "cores": psutil.cpu_count(logical=False),
             "threads": os.cpu_count(),
@@ -54,8 +54,15 @@ def libraries() -> dict[str, str]:
 
 
 @cache
+def machine_id() -> str:
+    """What two machines share whose times may be compared: processor, threads and gigabytes of memory."""
+    memory = round(psutil.virtual_memory().total / 2**30)
+    return hashlib.sha256(f"{_processor()} {os.cpu_count()} {memory}".encode()).hexdigest()[:12]
+
+
+@cache
 def package_digest() -> str:
-    """SHA-256 over this package's own source, word lists and suites."""
+    """SHA-256 over this package's own source, word lists and weights."""
     rooms = [Path(__file__).parent, *(Path(__file__).parents[1] / room for room in ("retrievers", "benchmarks"))]
     sha = hashlib.sha256()
     for room in rooms:

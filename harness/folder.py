@@ -225,28 +225,48 @@ def _answers(record: Record) -> Identity:
 
 
 def merge(paths: Sequence[Path]) -> list[Record]:
-    """Records of several runs, renamed after their folder where two runs would share a row or a table.
+    """Records of several runs; what only shares a name is told apart by the folder.
 
-    A benchmark is told apart where its data differ between runs, a retriever where runs hold the same cell.
+    A benchmark is renamed if runs made it from different options or data, a retriever if runs gave it different
+    options, weights or code, or hold the same cell of it.
     """
-    runs = [(path.name or str(path), latest(path)) for path in dict.fromkeys(path.resolve() for path in paths)]
-    data: dict[tuple[str, int, int], set[str]] = {}
-    cells: dict[tuple[Row, str], int] = {}
-    for _, records in runs:
-        for r in records:
-            data.setdefault((r["benchmark"], r["n"], r["seed"]), set()).add(r["fingerprint"]["data"])
-            held = (row(r), r["fingerprint"]["data"])
-            cells[held] = cells.get(held, 0) + 1
-    differing = {benchmark for (benchmark, _, _), prints in data.items() if len(prints) > 1}
-    repeated = {(r[0], r[2]) for (r, _), count in cells.items() if count > 1}
-    merged = []
-    for name, records in runs:
-        for r in records:
-            suffix = f" [{name}]"
-            benchmark = r["benchmark"] + suffix * (r["benchmark"] in differing)
-            retriever = r["retriever"] + suffix * ((r["benchmark"], r["retriever"]) in repeated)
-            merged.append(r | {"benchmark": benchmark, "retriever": retriever})
-    return merged
+    runs = {path.resolve(): latest(path) for path in paths}
+    questions: dict[str, set[str]] = {}
+    corpora: dict[tuple[Any, ...], set[str]] = {}
+    answers: dict[tuple[Any, ...], set[str]] = {}
+    cells: dict[Row, int] = {}
+    for r in (r for records in runs.values() for r in records):
+        questions.setdefault(r["benchmark"], set()).add(_questions(r)[1])
+        corpora.setdefault(*_keyed(_data(r))).add(_data(r)[1])
+        answers.setdefault(*_keyed(_answers(r))).add(_answers(r)[1])
+        cells[row(r)] = cells.get(row(r), 0) + 1
+    several = {name for name, made in questions.items() if len(made) > 1}
+    several |= {key[0] for key, data in corpora.items() if len(data) > 1}
+    unlike = {key for key, made in answers.items() if len(made) > 1}
+    unlike |= {(key[0], key[2]) for key, count in cells.items() if count > 1}
+    names = _short_names(list(runs))
+    return [
+        r
+        | {
+            "benchmark": r["benchmark"] + f" [{names[path]}]" * (r["benchmark"] in several),
+            "retriever": r["retriever"] + f" [{names[path]}]" * ((r["benchmark"], r["retriever"]) in unlike),
+        }
+        for path, records in runs.items()
+        for r in records
+    ]
+
+
+def _keyed(identity: Identity) -> tuple[tuple[Any, ...], set[str]]:
+    return identity[0], set()
+
+
+def _short_names(paths: Sequence[Path]) -> dict[Path, str]:
+    """The fewest last parts of each path that tell it from the others."""
+    for length in range(1, max(len(path.parts) for path in paths) + 1):
+        names = {path: "/".join(path.parts[-length:]) for path in paths}
+        if len(set(names.values())) == len(paths):
+            break
+    return names
 
 
 def read_lines(path: Path, name: str) -> list[Record]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from icr_bench.harness.errors import UsageError, unknown
+from icr_bench.harness.errors import unknown
 
 Floats = NDArray[np.float64]
 
@@ -151,11 +151,3 @@ def definition(metric: str) -> str:
     """The definition of ``name@k`` in words."""
     name, _, k = parse_metric(metric).partition("@")
     return f"{metric}: {DEFINITIONS[name]}".replace("first k", f"first {k}").replace("at k", f"at {k}")
-
-
-def check_cutoffs(cutoffs: Iterable[int]) -> tuple[int, ...]:
-    """Sorted cut-offs; at least one, each above 0."""
-    kept = tuple(sorted(set(cutoffs)))
-    if not kept or kept[0] < 1:
-        raise UsageError(f"-k: cut-offs must be 1 or more, got {list(kept)}")
-    return kept

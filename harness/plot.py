@@ -38,9 +38,9 @@ def plot(tables: Sequence[Table], file: Path) -> None:
     for panel, table in zip(panels, tables, strict=True):
         for label, cells in table.rows:
             points = [
-                (n, cell.value, cell.low, cell.high)
+                (n, *(cell.numbers[kind] for kind in ("value", "low", "high")))
                 for n, cell in zip(table.sizes, cells, strict=True)
-                if cell and cell.value is not None and cell.low is not None and cell.high is not None
+                if cell and cell.numbers
             ]
             if points:
                 sizes, values, lows, highs = (list(column) for column in zip(*points, strict=True))

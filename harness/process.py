@@ -79,7 +79,7 @@ def _watch(process: subprocess.Popen[bytes], limits: Limits) -> tuple[int, tuple
             pass
         peak = max(peak, _resident(process.pid, children=False))
         if limits.memory is not None and (resident := _resident(process.pid, children=True)) > limits.memory:
-            return resident, ("oom", f"used {resident:,} bytes, more than --memory-limit {limits.memory:,}")
+            return peak, ("oom", f"used {resident:,} bytes, more than --memory-limit {limits.memory:,}")
         if limits.timeout is not None and time.monotonic() - start > limits.timeout:
             return peak, ("timeout", f"took longer than --timeout {limits.timeout:g} seconds")
 

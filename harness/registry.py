@@ -45,9 +45,13 @@ class Registry:
 
     def __init__(self, plugins: Iterable[str | Path] = ()) -> None:
         self._targets: dict[Kind, dict[str, Any]] = {"retriever": dict(RETRIEVERS), "benchmark": dict(BENCHMARKS)}
+        self._clashes: dict[tuple[Kind, str], str] = {}
         for kind in self._targets:
             for point in entry_points(group=f"icr_bench.{kind}s"):
-                self._add(kind, point.name, point, f"entry point {point.value}")
+                if point.name in self._targets[kind]:  # told when the name is chosen, not to everybody
+                    self._clashes[kind, point.name] = point.value
+                else:
+                    self._targets[kind][point.name] = point
         self._plugin_of: dict[tuple[Kind, str], Path] = {}
         self.plugins = tuple(Path(plugin).absolute() for plugin in plugins)
         for plugin in self.plugins:
@@ -96,6 +100,10 @@ class Registry:
         """The class or function behind a name."""
         if name not in self._targets[kind]:
             raise unknown(kind, name, self._targets[kind])
+        if (kind, name) in self._clashes:
+            raise UsageError(
+                f"two {kind}s are called {name!r}; the other is the entry point {self._clashes[kind, name]}"
+            )
         target = self._targets[kind][name]
         try:
             if isinstance(target, EntryPoint):
@@ -111,10 +119,14 @@ class Registry:
         return found
 
     def sources(self, kind: Kind, name: str) -> list[Path]:
-        """The files behind a name: the plug-in that names it, and where its class or function is defined."""
-        files = [self._plugin_of[kind, name]] if (kind, name) in self._plugin_of else []
+        """The files behind a name: where it is defined, the plug-in that names it, and what that imports beside it."""
         file = inspect.getsourcefile(inspect.unwrap(self.get(kind, name)))
-        return list(dict.fromkeys([*files, Path(file)] if file else files))
+        files = {Path(file)} if file else set()
+        if plugin := self._plugin_of.get((kind, name)):
+            loaded = [Path(f) for m in list(sys.modules.values()) if (f := getattr(m, "__file__", None))]
+            beside = {f for f in loaded if f.is_relative_to(plugin.parent) and "site-packages" not in f.parts}
+            files |= {plugin} | {f for f in beside if f.suffix == ".py"}
+        return sorted(files)
 
     def options(self, kind: Kind, name: str) -> dict[str, Option]:
         """The options that a spec may give."""

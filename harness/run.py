@@ -6,40 +6,28 @@ import datetime
 import hashlib
 import json
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from icr_bench.benchmarks.base import Benchmark, DataError, SizeError, Task
+from icr_bench.benchmarks.base import Benchmark, Task
 from icr_bench.harness import metrics
 from icr_bench.harness.cell import Job
-from icr_bench.harness.environment import code_digest, environment
-from icr_bench.harness.errors import FAILED, OK, UsageError
+from icr_bench.harness.environment import environment, machine_id
+from icr_bench.harness.errors import FAILED, OK
 from icr_bench.harness.folder import Folder, Record, row
+from icr_bench.harness.prepare import (
+    Answering,
+    Asked,
+    check_sizes,
+    load_benchmark,
+    place,
+    prepare_benchmark,
+    prepare_retriever,
+)
 from icr_bench.harness.process import Limits, run_cell
-from icr_bench.harness.registry import Registry, convert
-from icr_bench.harness.spec import ALL, Spec
+from icr_bench.harness.registry import Registry
 from icr_bench.harness.suite import Suite
-from icr_bench.retrievers.base import MissingExtra
-from icr_bench.retrievers.weights import Model, identify
-
-COMMON: Mapping[str, tuple[Any, Any]] = {
-    "queries": (int | None, None),
-    "relevant": (int, 1),
-    "max_tokens": (int | None, None),
-    "exclude_self": (bool, False),
-}
-"""Options of every benchmark: type and default."""
-
-COMMON_HELP = {
-    "n": "corpus sizes, such as 500+1k+all; put before the run's own",
-    "queries": "a seeded sample of that many declared queries; all by default",
-    "relevant": "the lowest grade that makes a document relevant",
-    "max_tokens": "cut every document to that many tokens of the retriever's tokenizer (whitespace, if it has none)",
-    "exclude_self": "never return the document whose id equals the query's id",
-    "label": "the name of the rows",
-}
 
 
 class Display(Protocol):
@@ -52,25 +40,6 @@ class Display(Protocol):
     def cell_progress(self, stage: str, done: int, total: int) -> None: ...
 
     def cell_ended(self, record: Record) -> None: ...
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A benchmark as asked for: its options apart from the harness's own."""
-
-    spec: Spec
-    own: dict[str, Any]
-    common: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Answering:
-    """A retriever as asked for, with what identifies it."""
-
-    spec: Spec
-    options: dict[str, Any]
-    weights: dict[str, str]
-    code: str
 
 
 @dataclass
@@ -97,7 +66,11 @@ def run(suite: Suite, out: Path, command: str, display: Display, *, fresh: bool,
         UsageError, DataError, MissingExtra: before the first cell, if anything asked for cannot be had.
     """
     registry = Registry(suite.plugins)
-    check_device(suite.device)
+    if suite.device.startswith("cuda") or any(
+        {"device", "dtype"} & registry.filled("retriever", spec.name) for spec in suite.retrievers
+    ):
+        device, dtype = place(suite.device, suite.dtype)
+        suite = replace(suite, device=device, dtype=dtype)
     answering = [prepare_retriever(registry, spec, suite) for spec in suite.retrievers]
     grid = [
         (prepared, seed, benchmark, n)
@@ -141,105 +114,17 @@ def _again(held: Record, draft: Record, retry_failed: bool) -> bool:
     return held["status"] != "ok" and (retry_failed or changed)
 
 
-def check_device(device: str) -> None:
-    """Refuse a GPU that is not there."""
-    if not device.startswith("cuda"):
-        return
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(device.partition(":")[2] or 0) >= count:
-        raise UsageError(f"--device {device}: PyTorch sees {count} CUDA devices here; take cpu or auto")
-
-
-def prepare_retriever(registry: Registry, spec: Spec, suite: Suite) -> Answering:
-    """Check a retriever's options and find what identifies its weights and code."""
-    options = registry.resolve("retriever", spec)
-    filled = {"device": suite.device, "dtype": suite.dtype, "seed": suite.seeds[0]}
-    weights = {}
-    try:
-        registry.build("retriever", spec, filled)
-    except MissingExtra:
-        raise
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"retriever {spec.row}: {error}") from error
-    except (Exception, SystemExit):
-        pass  # no matter of its options: its cells will fail with it, and keep the log
-    known = registry.options("retriever", spec.name)
-    for key, value in options.items():
-        is_path = isinstance(value, Path) and value.exists()
-        is_file = isinstance(value, str) and Path(value).is_file()
-        if value is not None and (known[key].annotation in (Model, Model | None) or is_path or is_file):
-            try:
-                weights[key] = identify(str(value))
-            except OSError as error:
-                raise UsageError(f"retriever {spec.row}: {key}: {error}") from error
-    return Answering(spec, options, weights, code_digest(registry.sources("retriever", spec.name)))
-
-
-def prepare_benchmark(registry: Registry, spec: Spec, queries: int | None) -> Asked:
-    """Check a benchmark's options and set the harness's own apart."""
-    given = dict(spec.options)
-    common = {}
-    for key, (annotation, default) in COMMON.items():
-        try:
-            common[key] = convert(given.pop(key), annotation) if key in given else default
-        except ValueError as error:
-            raise UsageError(f"benchmark {spec.row}: {key}: {error}") from None
-    if common["queries"] is None:
-        common["queries"] = queries
-    for key in ("queries", "max_tokens", "relevant"):
-        if common[key] is not None and common[key] < 1:
-            raise UsageError(f"benchmark {spec.row}: {key} must be 1 or more, got {common[key]}")
-    given.pop("n", None)  # sizes are the suite's matter
-    bare = Spec(spec.name, given, spec.label)
-    return Asked(bare, registry.resolve("benchmark", bare, COMMON_HELP), common)
-
-
-def load_benchmark(registry: Registry, asked: Asked, seeds: tuple[int, ...]) -> dict[int, Benchmark]:
-    """Seed -> benchmark with its queries chosen; read once where the seed does not change the data."""
-    made = "seed" in registry.filled("benchmark", asked.spec.name)
-    loaded: dict[int, Benchmark] = {}
-    benchmark: Benchmark | None = None
-    try:
-        for seed in seeds:
-            if made or benchmark is None:
-                benchmark = registry.build("benchmark", asked.spec, {"seed": seed})
-            if not isinstance(benchmark, Benchmark):
-                raise UsageError(f"benchmark {asked.spec.name}: expected a Benchmark, got {type(benchmark).__name__}")
-            loaded[seed] = benchmark.choose(
-                seed=seed, relevant=asked.common["relevant"], queries=asked.common["queries"]
-            )
-    except (DataError, UsageError):
-        raise
-    except ValueError as error:
-        raise UsageError(f"benchmark {asked.spec.row}: {error}") from error
-    except Exception as error:  # a plug-in's code may raise anything
-        raise UsageError(f"benchmark {asked.spec.row}: {type(error).__name__}: {error}") from error
-    return loaded
-
-
-def check_sizes(name: str, benchmark: Benchmark, sizes: tuple[int | str, ...]) -> list[int]:
-    """Sizes as integers, each one that the benchmark has."""
-    whole = [len(benchmark.documents) if size == ALL else int(size) for size in sizes]
-    try:
-        for n in whole:
-            benchmark.check_size(n)
-    except SizeError as error:
-        raise UsageError(f"benchmark {name}: {error}") from None
-    return list(dict.fromkeys(whole))
-
-
 def draft_record(
     suite: Suite, command: str, asked: Asked, seed: int, benchmark: Benchmark, task: Task, retriever: Answering
 ) -> Record:
     """The part of a record that is known beforehand, with the key that tells whether the cell is there already."""
     n = len(task.documents)
+    made = {key: str(value.resolve()) if isinstance(value, Path) else value for key, value in asked.own.items()}
     config = {
         "benchmark": {
             "name": asked.spec.name,
             "given": dict(asked.spec.options),
-            "resolved": asked.own | asked.common,
+            "resolved": made | asked.common,
         },
         "retriever": {
             "name": retriever.spec.name,
@@ -265,7 +150,7 @@ def draft_record(
         "warnings": list(benchmark.warnings),
         "environment": environment(),
     }
-    identity: list[Any] = json.loads(json.dumps([draft["fingerprint"], row(draft), config], default=str))
+    identity: list[Any] = json.loads(json.dumps([draft["fingerprint"], row(draft), config, machine_id()], default=str))
     for key in ("timeout", "memory_limit"):
         del identity[2][key]  # they do not change a cell that ended within them
     for side in ("benchmark", "retriever"):

@@ -25,6 +25,8 @@ class Spec:
         return self.label or self.name
 
 
+MOST_LABEL = 60  # it becomes part of file names, perhaps percent-encoded
+
 _PAIR = re.compile(r"""\s*([^=,]*?)\s*=\s*("[^"]*"|'[^']*'|[^,]*)\s*(?:,|$)""")
 
 
@@ -72,8 +74,8 @@ def _spec(name: str, options: dict[str, Any], where: str) -> Spec:
     if not name:
         raise UsageError(f"{where!r}: the name is missing")
     label = options.pop("label", "")
-    if not isinstance(label, str):
-        raise UsageError(f"{where}: label must be text, got {label!r}")
+    if not isinstance(label, str) or len(label) > MOST_LABEL:
+        raise UsageError(f"{where}: label must be text of at most {MOST_LABEL} characters, got {label!r}")
     return Spec(name, options, label)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from icr_bench.harness.errors import UsageError, unknown
-from icr_bench.harness.metrics import check_cutoffs
 from icr_bench.harness.spec import ALL, Spec, parse_bytes, parse_numbers, parse_sizes, spec_of
 
 KEYS = (
@@ -167,10 +166,12 @@ def assemble(suite: str | None, flags: Mapping[str, Any]) -> Suite:
     for spec in _specs(given.get("benchmark"), "benchmark", where):
         own = dict(spec.options)
         wanted = own.pop("n", None)
-        if "queries" in flags:
-            own.pop("queries", None)
+        if "benchmark" not in flags:  # a flag wins over the suite, but a SPEC over the flags beside it
+            wanted = None if "n" in flags else wanted
+            if "queries" in flags:
+                own.pop("queries", None)
         specs.append(Spec(spec.name, own, spec.label))
-        sizes.append(common if wanted is None or "n" in flags else parse_sizes(wanted))
+        sizes.append(common if wanted is None else parse_sizes(wanted))
     retrievers = _specs(given.get("retriever"), "retriever", where)
     for kind, chosen in (("benchmark", specs), ("retriever", retrievers)):
         rows = [spec.row for spec in chosen]
@@ -185,7 +186,7 @@ def assemble(suite: str | None, flags: Mapping[str, Any]) -> Suite:
         benchmarks=tuple(specs),
         sizes=tuple(sizes),
         retrievers=tuple(retrievers),
-        cutoffs=check_cutoffs(parse_numbers(given.get("k", Suite.cutoffs), "-k", 1)),
+        cutoffs=tuple(sorted(parse_numbers(given.get("k", Suite.cutoffs), "-k", 1))),
         seeds=parse_numbers(given.get("seed", Suite.seeds), "--seed", 0),
         queries=None if queries is None else _one(queries, "--queries", 1),
         device=_device(given.get("device", "auto")),

@@ -6,8 +6,8 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tabulate import tabulate
@@ -17,18 +17,15 @@ from icr_bench.harness.errors import UsageError
 from icr_bench.harness.folder import Record
 
 Format = Literal["md", "csv", "latex", "json"]
-FORMATS: tuple[Format, ...] = ("md", "csv", "latex", "json")
 ENDINGS = {"md": "md", "csv": "csv", "latex": "tex"}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A value of a table as text and as a number; ``low`` and ``high`` where it has an interval."""
+    """An entry of a table: as text, and as named numbers; a failed cell has none."""
 
     text: str
-    value: float | None = None
-    low: float | None = None
-    high: float | None = None
+    numbers: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,26 +58,25 @@ class Table:
     def _csv(self) -> str:
         out = io.StringIO()
         out.write("".join(f"# {one_line(note)}\n" for note in [f"{self.benchmark}: {self.name}", *self.notes]))
-        head = ["retriever"]
-        bounds = any(cell and cell.low is not None for _, cells in self.rows for cell in cells)
-        for n in self.sizes:
-            head += [str(n), f"{n} low", f"{n} high"] if bounds else [str(n)]
+        kinds = list(dict.fromkeys(kind for _, cells in self.rows for cell in cells if cell for kind in cell.numbers))
+        kinds = kinds or ["value"]
         writer = csv.writer(out, lineterminator="\n")
         quoting = csv.writer(out, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
-        writer.writerow(head)
+        writer.writerow(
+            ["retriever", *(f"{n}" if kind == "value" else f"{n} {kind}" for n in self.sizes for kind in kinds)]
+        )
         for label, cells in self.rows:
             line: list[Any] = [label]
             for cell in cells:
-                failure = cell.text if cell and cell.value is None else None
-                values = [cell.value, cell.low, cell.high] if cell else [None] * 3
-                line += [failure or values[0], *values[1:]] if bounds else [failure or values[0]]
+                failure = [cell.text] + [None] * (len(kinds) - 1) if cell and not cell.numbers else None
+                line += failure or [cell.numbers.get(kind) if cell else None for kind in kinds]
             (quoting if label.startswith("#") else writer).writerow(line)
         return out.getvalue()
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: one entry a cell."""
         cells = [
-            {"retriever": label, "n": n, "text": cell.text, "value": cell.value, "low": cell.low, "high": cell.high}
+            {"retriever": label, "n": n, "text": cell.text, **cell.numbers}
             for label, row in self.rows
             for n, cell in zip(self.sizes, row, strict=True)
             if cell
@@ -125,18 +121,16 @@ def quality(tables: Iterable[Table]) -> list[Table]:
 def _usual(records: Sequence[Record]) -> list[str]:
     if not records:
         return ["hit@1"]
-    shared = set.intersection(*(set(record["config"]["k"]) for record in records))
-    if not shared:
-        return []
+    shared = set.intersection(*(set(record["config"]["k"]) for record in records)) or set(records[-1]["config"]["k"])
     return [f"hit@{min(shared)}", f"recall@{max(shared)}", f"ndcg@{max(shared)}"]
 
 
 def _grid(
-    benchmark: str, records: Sequence[Record], name: str, cell: Callable[[Record], Cell], notes: list[str]
+    benchmark: str, records: Sequence[Record], name: str, cell: Callable[[Record], Cell | None], notes: list[str]
 ) -> Table:
     sizes = sorted({record["n"] for record in records})
     seeds = {record["seed"] for record in records}
-    placed: dict[str, dict[int, Cell]] = {}
+    placed: dict[str, dict[int, Cell | None]] = {}
     for record in records:
         label = record["retriever"] + (f" (seed {record['seed']})" if len(seeds) > 1 else "")
         value = cell(record) if record["status"] == "ok" else Cell(record["status"])
@@ -154,15 +148,18 @@ def _range(values: Iterable[Any]) -> str:
 
 def _quality(benchmark: str, records: Sequence[Record], metric: str, command: str) -> Table:
     done = [record for record in records if record["status"] == "ok"]
-    if lacking := [record for record in done if metric not in record["metrics"]]:
-        has = ", ".join(lacking[0]["metrics"])
+    holding = [record for record in done if metric in record["metrics"]]
+    if done and not holding:
+        has = ", ".join(done[-1]["metrics"])
         raise UsageError(f"{benchmark}: {metric} was not computed; there are: {has}; run with -k to get others")
 
-    def cell(record: Record) -> Cell:
+    def cell(record: Record) -> Cell | None:
+        if metric not in record["metrics"]:
+            return None
         m = record["metrics"][metric]
-        return Cell(f"{m['value']:.3f} [{m['low']:.3f}, {m['high']:.3f}]", m["value"], m["low"], m["high"])
+        return Cell(f"{m['value']:.3f} [{m['low']:.3f}, {m['high']:.3f}]", m)
 
-    ceilings = _range(round(record["ceiling"][metric], 3) for record in done) if done else "unknown"
+    ceilings = _range(round(record["ceiling"][metric], 3) for record in holding) if holding else "unknown"
     notes = [
         f"queries: {_range(record['queries']['declared'] for record in records)}; "
         f"without an answer: {_range(r['queries']['empty'] + r['queries']['failed'] for r in done)} (these score 0)",
@@ -179,14 +176,15 @@ def _latency(benchmark: str, records: Sequence[Record], command: str) -> Table:
     def cell(record: Record) -> Cell:
         t = record["time"]
         text = f"{_ms(t['query_p50_s'])} / {_ms(t['query_p95_s'])} ms, {t['queries_per_s']:.3g}/s, {t['index_s']:.2g} s"
-        return Cell(text, t["query_p50_s"])
+        kept = ("query_p50_s", "query_p95_s", "query_p99_s", "queries_per_s", "index_s", "load_s")
+        return Cell(text, {kind: t[kind] for kind in kept})
 
     notes = [
         f"median / 95th percentile of one query alone, over {_range(r['time']['sampled'] for r in done)} sampled "
         f"queries after {_range(r['time']['warmup'] for r in done)} warm-up queries; "
         f"queries a second in batches of {_range(r['time']['batch'] for r in done)}; seconds to index",
-        f"queries: {_range(record['queries']['declared'] for record in records)}; CSV and JSON hold the median in "
-        f"seconds; no interval; compare only rows of one machine",
+        f"queries: {_range(record['queries']['declared'] for record in records)}; CSV and JSON hold seconds; "
+        f"no interval; compare only rows of one machine",
         f"made by: {command}",
     ]
     return _grid(benchmark, records, "latency", cell, notes)
@@ -202,11 +200,11 @@ def _memory(benchmark: str, records: Sequence[Record], command: str) -> Table:
         text = f"{_bytes(m['index_bytes'])}, {_bytes(m['peak_rss_bytes'])}"
         if m["device_peak_bytes"] is not None:
             text += f", {_bytes(m['device_peak_bytes'])}"
-        return Cell(text, m["index_bytes"])
+        return Cell(text, m)
 
     notes = [
         "bytes of the index computed from what it holds, peak resident memory of the cell's process, peak of the GPU "
-        "where one was used; CSV and JSON hold the bytes of the index; no interval",
+        "where one was used; no interval",
         f"queries: {_range(record['queries']['declared'] for record in records)}",
         f"made by: {command}",
     ]

@@ -46,7 +46,7 @@ def validate(make: Callable[[], Retriever]) -> list[Result]:
         retriever.load()
     except MissingExtra:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return [Result("is made from its options and loads", _why(error))]
     results = [Result("is made from its options and loads", "")]
     for check in CHECKS:
@@ -59,7 +59,7 @@ def validate(make: Callable[[], Retriever]) -> list[Result]:
     return results
 
 
-def _why(error: Exception) -> str:
+def _why(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     place = "" if isinstance(error, (AssertionError, cell.BadRanking)) else f" ({frame.filename}:{frame.lineno})"
     return f"{type(error).__name__}: {error}{place}" if place else str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -55,13 +56,15 @@ class Dense(Retriever):
         device: str = "auto",
         dtype: str = "auto",
     ) -> None:
+        if not model:
+            raise ValueError("model is empty; give a hub id or a local folder")
         for name, value in (("max_length", max_length), ("batch_size", batch_size)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or more, got {value}")
         if index != "exact" and find_spec("faiss") is None:
             raise MissingExtra("faiss", "faiss")
         self._model_name, self._device, self._dtype = model, device, dtype
-        self._prompts = {"query": query_prompt, "document": document_prompt}
+        self._given_prompts = {"query": query_prompt, "document": document_prompt}
         self._max_length, self._batch_size, self._index_name = max_length, batch_size, index
         self._trust_remote_code = trust_remote_code
         self._vectors: _Vectors | None = None
@@ -87,23 +90,24 @@ class Dense(Retriever):
             raise ValueError(f"{name}: similarity {self._encoder.similarity_fn_name!r} is neither cosine nor dot")
         if self._max_length is not None:
             self._encoder.max_seq_length = self._max_length
-        for kind in self._prompts:
-            if self._prompts[kind] is None:
-                self._prompts[kind] = self._encoder.prompts.get(kind) or self._default_prompt()
         limit = self._encoder.max_seq_length
-        if limit is not None:
-            prompt = self._prompts["document"] or ""
-            wrapping = len(self._encoder.tokenizer(prompt, truncation=False)["input_ids"])
+        if limit is not None and math.isfinite(limit):
+            wrapping = len(self._encoder.tokenizer(self._prompt("document"), truncation=False)["input_ids"])
             self.max_tokens = max(limit - wrapping, 0)
 
-    def _default_prompt(self) -> str:
-        name = self._encoder.default_prompt_name
+    def _prompt(self, kind: str) -> str:
+        """The prompt put before a text: the one given, else what sentence-transformers takes for its kind."""
+        if (given := self._given_prompts[kind]) is not None:
+            return given
+        names = ("query",) if kind == "query" else ("document", "passage", "corpus")
+        name = next((n for n in names if n in self._encoder.prompts), self._encoder.default_prompt_name)
         return self._encoder.prompts[name] or "" if name else ""
 
     def _encode(self, texts: Sequence[str], kind: str) -> Floats:
-        vectors = self._encoder.encode(
+        encode = self._encoder.encode_query if kind == "query" else self._encoder.encode_document
+        vectors = encode(
             list(texts),
-            prompt=self._prompts[kind] or None,
+            prompt=self._given_prompts[kind],
             batch_size=self._batch_size,
             normalize_embeddings=self._encoder.similarity_fn_name == "cosine",
             show_progress_bar=False,
@@ -129,8 +133,8 @@ class Dense(Retriever):
 
     def settings(self) -> dict[str, Any]:
         settings: dict[str, Any] = {
-            "query_prompt": self._prompts["query"],
-            "document_prompt": self._prompts["document"],
+            "query_prompt": self._prompt("query"),
+            "document_prompt": self._prompt("document"),
             "max_length": self._encoder.max_seq_length,
             "similarity": self._encoder.similarity_fn_name,
             "dimensions": self._encoder.get_embedding_dimension(),
@@ -142,7 +146,10 @@ class Dense(Retriever):
         return settings
 
     def token_spans(self, texts: Sequence[str]) -> list[list[tuple[int, int]]]:
-        encoded = self._encoder.tokenizer(
+        tokenizer: Any = self._encoder.tokenizer
+        if not callable(tokenizer):  # a static embedding has a bare tokenizer
+            return [encoding.offsets for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+        encoded = tokenizer(
             list(texts), add_special_tokens=False, truncation=False, return_offsets_mapping=True, verbose=False
         )
         return [[(start, end) for start, end in spans] for spans in encoded["offset_mapping"]]

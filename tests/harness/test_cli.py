@@ -428,7 +428,7 @@ def test_list_knows_plugins(cli: Cli, tmp_path: Path) -> None:
     ("name", "parts"),
     [
         ("bm25", ("retriever bm25", "k1=", "default 0.9", "label=")),
-        ("dense", ("retriever dense", "model= (Model; required)")),
+        ("dense", ("retriever dense", "model= (hub id or path; required)")),
         ("limit", ("benchmark limit", "likes=", "max_tokens=", "exclude_self=")),
         ("quick", ("suite quick", "limit")),
         ("ndcg", ("metric ndcg@k", "log2")),

@@ -19,7 +19,6 @@ from icr_bench.harness.metrics import (
     DEFINITIONS,
     Scored,
     canonical,
-    check_cutoffs,
     definition,
     intervals,
     names,
@@ -281,13 +280,3 @@ def test_definition_names_the_cutoff(metric: str) -> None:
     assert words.startswith(f"{metric}: ")
     assert "first 7" in words or "at 7" in words
     assert " k" not in words
-
-
-def test_cutoffs_are_sorted_and_distinct() -> None:
-    assert check_cutoffs([10, 1, 10, 5]) == (1, 5, 10)
-
-
-@pytest.mark.parametrize("cutoffs", [[], [0], [-1, 5]])
-def test_cutoffs_below_one_are_refused(cutoffs: list[int]) -> None:
-    with pytest.raises(UsageError, match="-k"):
-        check_cutoffs(cutoffs)

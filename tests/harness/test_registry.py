@@ -12,8 +12,8 @@ import pytest
 from icr_bench.benchmarks import BENCHMARKS
 from icr_bench.harness import registry as module
 from icr_bench.harness.errors import UsageError
+from icr_bench.harness.prepare import prepare_retriever
 from icr_bench.harness.registry import Kind, Registry, convert
-from icr_bench.harness.run import prepare_retriever
 from icr_bench.harness.spec import Spec, parse_spec
 from icr_bench.harness.suite import assemble
 from icr_bench.retrievers import RETRIEVERS
@@ -487,8 +487,10 @@ def test_broken_entry_point_harms_nobody_else(installed: Install) -> None:
     assert Registry().get("retriever", "bm25") is BM25
 
 
-def test_entry_point_of_a_taken_name_is_refused(installed: Install) -> None:
+def test_entry_point_of_a_taken_name_is_refused_when_chosen(installed: Install) -> None:
     installed("retriever", "bm25", "Target = int")
-    message = refusal(Registry)
-    assert "'bm25' exists already" in message
+    known = Registry()
+    assert known.get("retriever", "dense")
+    message = refusal(known.get, "retriever", "bm25")
+    assert "two retrievers are called 'bm25'" in message
     assert "other_bm25:Target" in message

@@ -21,8 +21,6 @@ from icr_bench.harness.cell import Job, measure
 from icr_bench.harness.cli import main
 from icr_bench.harness.process import Limits, OnProgress
 
-"""For tests of a folder that is refused, until its lock is closed; test_run.py has a test of that leak."""
-
 Record = dict[str, Any]
 Options = dict[str, Any]
 
@@ -268,7 +266,7 @@ def test_tables_lie_in_the_folder(finished: Path, name: str, ending: str) -> Non
     text = (finished / "tables" / f"beir-{name}.{ending}").read_text()
     assert "bm25" in text
     assert "12" in text
-    assert "made by: icr-bench run -b" in text
+    assert "made by: icr-bench table " in text
 
 
 def test_a_quality_table_says_n_definition_and_interval(finished: Path) -> None:
@@ -434,10 +432,125 @@ def test_a_model_that_is_no_hub_id_is_the_plugins_own_business(grid: Grid, monke
     def identify(model: str) -> str:
         raise OSError(f"{model}: no such model")
 
-    monkeypatch.setattr("icr_bench.harness.run.identify", identify)
+    monkeypatch.setattr("icr_bench.harness.prepare.identify", identify)
     write_plugin(grid.plugin.parent, "    def __init__(self, *, model: str):\n        pass\n")
     assert grid.compute(retriever="fake:model=some-api-model") == 1
     assert grid.compute(retriever="fake:model=another-api-model") == 1
+
+
+def test_a_module_beside_a_plugin_is_watched(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = grid.plugin.parent
+    monkeypatch.syspath_prepend(folder)
+    helper = folder / f"beside_{abs(hash(str(folder)))}.py"
+    helper.write_text("NUMBER = 1\n")
+    grid.plugin.write_text(f"import {helper.stem}\n" + grid.plugin.read_text())
+    assert grid.compute() == 1
+    assert grid.compute() == 0
+    helper.write_text("NUMBER = 2\n")
+    assert grid.compute() == 1
+
+
+def test_a_model_folder_is_watched(grid: Grid) -> None:
+    write_plugin(grid.plugin.parent, "    def __init__(self, *, model: str):\n        pass\n")
+    model = grid.plugin.parent / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"one")
+    assert grid.compute(retriever=f"fake:model={model}") == 1
+    (model / "model.safetensors").write_bytes(b"two")
+    assert grid.compute(retriever=f"fake:model={model}") == 1
+
+
+def test_a_long_text_option_is_no_path(grid: Grid) -> None:
+    assert grid.compute(retriever=f"bm25:pattern={'x' * 5000}") == 1
+
+
+def test_the_spelling_of_a_path_changes_nothing(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert grid.compute() == 1
+    monkeypatch.chdir(grid.data.parent)
+    grid.data = Path("data")
+    assert grid.compute() == 0
+
+
+def test_tables_of_a_folder_are_those_of_its_newest_cut_offs(grid: Grid) -> None:
+    assert grid.compute("-k", 5) == 1
+    assert (grid.out / "tables" / "beir-recall@5.md").exists()
+    assert grid.compute("-k", 2) == 1
+    assert not (grid.out / "tables" / "beir-recall@5.md").exists()
+    assert (grid.out / "tables" / "beir-recall@2.md").exists()
+
+
+def test_auto_is_recorded_as_what_it_became(tmp_path: Path, in_process: None) -> None:
+    methods = (
+        "    def __init__(self, *, device: str = 'auto', dtype: str = 'auto'):\n        self.given = device, dtype\n"
+    )
+    methods += "    def settings(self):\n        return {'given': list(self.given)}\n"
+    data, plugin = write_beir(tmp_path / "data"), write_plugin(tmp_path, methods)
+    assert run("-b", f"beir:path={data}", "-r", "fake", "--plugin", plugin, "-o", tmp_path / "out") == 0
+    (record,) = records(tmp_path / "out")
+    config = record["config"]
+    assert "auto" not in (config["device"], config["dtype"])
+    assert config["retriever"]["settings"]["given"] == [config["device"], config["dtype"]]
+
+
+def test_a_place_in_a_warning_is_printed_as_it_is(
+    tmp_path: Path, in_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither an emoji (``:100:``) nor markup (``[b]``) is made of it."""
+    data = write_beir(tmp_path / "[b]data", documents=120)
+    lines = (data / "corpus.jsonl").read_text().splitlines()
+    lines[99] = json.dumps({"_id": "d99", "text": ""})
+    (data / "corpus.jsonl").write_text("\n".join(lines) + "\n")
+    assert run("-b", f"beir:path={data}", "-r", "bm25", "-o", tmp_path / "out") == 0
+    assert f"{data}/corpus.jsonl:100: document 'd99' has no text" in capsys.readouterr().err
+
+
+def test_a_long_message_of_a_failed_cell_is_told_by_its_first_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    methods = "    def search(self, queries, k):\n        raise KeyError('\\n'.join(['first'] + ['more'] * 99))\n"
+    methods = methods.replace("KeyError", "RuntimeError")
+    data, plugin = write_beir(tmp_path / "data"), write_plugin(tmp_path, methods)
+    assert run("-b", f"beir:path={data}", "-r", "fake", "--plugin", plugin, "-o", tmp_path / "out") == 1
+    told = capsys.readouterr().err
+    assert "RuntimeError: first" in told
+    assert "more" not in told
+    assert "more" in records(tmp_path / "out")[0]["error"]
+
+
+def made_tables(capsys: pytest.CaptureFixture[str], *folders: Path) -> dict[str, set[str]]:
+    """Benchmark -> rows of its table of hit@1."""
+    capsys.readouterr()
+    assert main(["table", *map(str, folders), "--metric", "hit@1", "--format", "json"]) == 0
+    built = json.loads(capsys.readouterr().out)
+    return {t["benchmark"]: {c["retriever"] for c in t["cells"]} for t in built if t["table"] == "hit@1"}
+
+
+def test_runs_of_other_data_or_options_share_no_table(grid: Grid, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = grid.out.with_name("one"), grid.out.with_name("other")
+    grid.out = one
+    grid.compute(n="8")
+    grid.data = write_beir(grid.plugin.parent / "more", documents=20)
+    grid.out = other
+    grid.compute(n="16")
+    assert set(made_tables(capsys, one, other)) == {"beir [one]", "beir [other]"}
+
+
+def test_runs_of_other_settings_share_no_row(grid: Grid, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = grid.out.parent / "a" / "run", grid.out.parent / "b" / "run"
+    grid.out = one
+    grid.compute(n="8", retriever="bm25")
+    grid.out = other
+    grid.compute(n="10", retriever="bm25:k1=0")
+    assert made_tables(capsys, one, other) == {"beir": {"bm25 [a/run]", "bm25 [b/run]"}}
+
+
+def test_runs_of_equal_settings_share_a_row(grid: Grid, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = grid.out.with_name("one"), grid.out.with_name("other")
+    grid.out = one
+    grid.compute(n="8", retriever="bm25")
+    grid.out = other
+    grid.compute(n="10", retriever="bm25")
+    assert made_tables(capsys, one, other) == {"beir": {"bm25"}}
 
 
 def test_another_order_of_the_corpus_gives_the_same_results_or_is_computed_again(grid: Grid) -> None:
@@ -700,7 +813,7 @@ def test_max_tokens_counts_in_the_retrievers_own_tokens(tmp_path: Path, in_proce
 
 
 @pytest.mark.parametrize(
-    ("spec", "flags"), [(",queries=3", ()), ("", ("--queries", 3)), (",queries=2", ("--queries", 3))]
+    ("spec", "flags"), [(",queries=3", ()), ("", ("--queries", 3)), (",queries=3", ("--queries", 2))]
 )
 def test_queries_are_sampled(tmp_path: Path, in_process: None, spec: str, flags: tuple[object, ...]) -> None:
     data = write_beir(tmp_path / "data")

@@ -103,7 +103,9 @@ def test_mapping_with_a_key_twice_is_refused() -> None:
 
 
 def test_label_that_is_no_text_is_refused() -> None:
-    assert "label must be text, got 5" in refusal(spec_of, {"name": "x", "label": 5}, "my.yaml")
+    assert "label must be text of at most 60 characters, got 5" in refusal(
+        spec_of, {"name": "x", "label": 5}, "my.yaml"
+    )
 
 
 @pytest.mark.parametrize(

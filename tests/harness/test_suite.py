@@ -8,8 +8,8 @@ import pytest
 
 from icr_bench.harness import suite as suites
 from icr_bench.harness.errors import UsageError
+from icr_bench.harness.prepare import prepare_benchmark
 from icr_bench.harness.registry import Registry
-from icr_bench.harness.run import prepare_benchmark
 from icr_bench.harness.spec import Spec
 from icr_bench.harness.suite import Suite, assemble
 

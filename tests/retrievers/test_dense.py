@@ -96,6 +96,29 @@ def test_a_models_own_query_prompt_is_used(tmp_path: Path) -> None:
     assert settings["document_prompt"] == ""
 
 
+def test_encodes_as_the_library_does(tmp_path: Path) -> None:
+    """Also where a default prompt is for queries alone, and where queries and documents have models of their own."""
+    import torch
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Router
+
+    prompted = SentenceTransformer(MINILM, prompts={"query": "query: "}, default_prompt_name="query", device="cpu")
+    prompted.save(str(tmp_path / "prompted"))
+    towers = [SentenceTransformer(MINILM, device="cpu") for _ in range(2)]
+    with torch.no_grad():
+        for weight in towers[0].parameters():
+            weight.mul_(0.9)
+    router = Router.for_query_document(query_modules=list(towers[0]), document_modules=list(towers[1]))
+    SentenceTransformer(modules=[router], device="cpu").save(str(tmp_path / "router"))
+    for name in ("prompted", "router"):
+        retriever = made(model=str(tmp_path / name))
+        library = SentenceTransformer(str(tmp_path / name), device="cpu")
+        retriever.index([Document(i, text) for i, text in enumerate(TEXTS)])
+        expected = library.similarity(library.encode_query(QUERIES), library.encode_document(TEXTS)).numpy()
+        for row, ranking in zip(expected, retriever.search(QUERIES, 5), strict=True):
+            assert np.allclose(row[list(ranking.numbers)], ranking.scores, atol=1e-5)
+
+
 def test_text_beyond_max_length_is_not_read_and_max_tokens_says_so() -> None:
     short = made(max_length=8)
     assert short.max_tokens == 6  # two special tokens
