@@ -134,7 +134,7 @@ def _fail(error: Exception, code: int) -> int:
 
 def _run(options: argparse.Namespace, command: str) -> int:
     from icr_bench.harness import tables
-    from icr_bench.harness.display import display, reason
+    from icr_bench.harness.display import display, reason, title
     from icr_bench.harness.export import safe_name
     from icr_bench.harness.folder import latest, write
     from icr_bench.harness.run import run
@@ -154,8 +154,10 @@ def _run(options: argparse.Namespace, command: str) -> int:
         print(table.render("md"))
     print(f"{outcome.computed} cells computed, {outcome.reused} there already; records, rankings and tables: {out}")
     for record in outcome.failed:
-        name = f"{record['benchmark']} n={record['n']:,} {record['retriever']} seed {record['seed']}"
-        print(f"icr-bench: {name}: {record['status']}: {reason(record)} (log: {out / record['log']})", file=sys.stderr)
+        print(
+            f"icr-bench: {title(record)}: {record['status']}: {reason(record)} (log: {out / record['log']})",
+            file=sys.stderr,
+        )
     return outcome.exit_code
 
 

@@ -15,6 +15,11 @@ def reason(record: Record) -> str:
     return (record["error"] or "").partition("\n")[0][:300]
 
 
+def title(record: Record) -> str:
+    """A cell's name."""
+    return f"{record['benchmark']} n={record['n']:,} {record['retriever']} seed {record['seed']}"
+
+
 class Lines:
     """One plain line a cell, on standard error."""
 
@@ -31,8 +36,8 @@ class Lines:
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, emoji=False)
 
-    def cell_started(self, title: str, number: int, total: int) -> None:
-        self._title = f"[{number}/{total}] {title}"
+    def cell_started(self, record: Record, number: int, total: int) -> None:
+        self._title = f"[{number}/{total}] {title(record)}"
 
     def cell_progress(self, stage: str, done: int, total: int) -> None:
         pass
@@ -65,8 +70,8 @@ class Bars(Lines):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._progress.stop()
 
-    def cell_started(self, title: str, number: int, total: int) -> None:
-        super().cell_started(title, number, total)
+    def cell_started(self, record: Record, number: int, total: int) -> None:
+        super().cell_started(record, number, total)
         self._progress.reset(self._task, description=self._title, total=None, stage="start")
 
     def cell_progress(self, stage: str, done: int, total: int) -> None:

@@ -41,10 +41,6 @@ class Scored:
     ceiling: dict[str, float]
     tie_rate: float
 
-    def summary(self) -> dict[str, dict[str, float]]:
-        """Metric -> value, low, high."""
-        return intervals(self.values)
-
 
 def parse_metric(text: str) -> str:
     """Check a metric's name, such as ``hit@1``.

@@ -32,10 +32,15 @@ def plot(tables: Sequence[Table], file: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
-    figure = Figure(figsize=(4.2 * len(tables), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(tables), squeeze=False, sharey=True)[0]
+    columns = min(len(tables), 3)
+    rows = -(-len(tables) // columns)
+    figure = Figure(figsize=(4.2 * columns, 3.4 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    panels = list(grid.flat)
+    for spare in panels[len(tables) :]:
+        spare.set_axis_off()
     labels = list(dict.fromkeys(label for table in tables for label, _ in table.rows))
-    for panel, table in zip(panels, tables, strict=True):
+    for panel, table in zip(panels, tables, strict=False):
         for label, cells in table.rows:
             points = [
                 (n, *(cell.numbers[kind] for kind in ("value", "low", "high")))
@@ -56,8 +61,11 @@ def plot(tables: Sequence[Table], file: Path) -> None:
         panel.set_title(table.benchmark)
         panel.set_xlabel("documents N")
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel(tables[0].name)
-    handles, names = panels[0].get_legend_handles_labels()
+    for row in grid:
+        row[0].set_ylabel(tables[0].name)
+    drawn = [pair for panel in panels for pair in zip(*panel.get_legend_handles_labels(), strict=True)]
+    by_name = {name: handle for handle, name in drawn}
+    names, handles = list(by_name), list(by_name.values())
     legend = "band: 95% bootstrap interval over queries"
     figure.legend(handles, names, title=legend, loc="outside lower center", ncols=min(len(names), 5) or 1)
     try:

@@ -8,11 +8,12 @@ import json
 import random
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from icr_bench.benchmarks.base import Benchmark, Task
 from icr_bench.harness import metrics
 from icr_bench.harness.cell import Job
+from icr_bench.harness.display import Lines
 from icr_bench.harness.environment import environment, machine_id
 from icr_bench.harness.errors import FAILED, OK
 from icr_bench.harness.folder import Folder, Record, row
@@ -28,18 +29,6 @@ from icr_bench.harness.prepare import (
 from icr_bench.harness.process import Limits, run_cell
 from icr_bench.harness.registry import Registry
 from icr_bench.harness.suite import Suite
-
-
-class Display(Protocol):
-    """Where a run tells what it is doing."""
-
-    def say(self, text: str) -> None: ...
-
-    def cell_started(self, title: str, number: int, total: int) -> None: ...
-
-    def cell_progress(self, stage: str, done: int, total: int) -> None: ...
-
-    def cell_ended(self, record: Record) -> None: ...
 
 
 @dataclass
@@ -59,7 +48,7 @@ class Outcome:
         return FAILED if self.failed else OK
 
 
-def run(suite: Suite, out: Path, command: str, display: Display, *, fresh: bool, retry_failed: bool) -> Outcome:
+def run(suite: Suite, out: Path, command: str, display: Lines, *, fresh: bool, retry_failed: bool) -> Outcome:
     """Compute the cells of a suite that the folder does not hold yet.
 
     Raises:
@@ -97,8 +86,7 @@ def run(suite: Suite, out: Path, command: str, display: Display, *, fresh: bool,
                     outcome.records.append(held)
                     outcome.reused += 1
                     continue
-                title = f"{draft['benchmark']} n={n:,} {draft['retriever']} seed {seed}"
-                display.cell_started(title, number, total)
+                display.cell_started(draft, number, total)
                 record, rankings = compute(suite, draft, asked, task, retriever, folder, display)
                 folder.keep(record, rankings, task)
                 outcome.records.append(record)
@@ -162,7 +150,7 @@ def draft_record(
 
 
 def compute(
-    suite: Suite, draft: Record, asked: Asked, task: Task, retriever: Answering, folder: Folder, display: Display
+    suite: Suite, draft: Record, asked: Asked, task: Task, retriever: Answering, folder: Folder, display: Lines
 ) -> tuple[Record, list[Record]]:
     """Run one cell and score it; the record, and the rankings as they are kept."""
     exclude = asked.common["exclude_self"]
@@ -208,7 +196,7 @@ def compute(
     failed = sum(bool(line.get("error")) for line in kept)
     empty = sum(not line["documents"] and not line.get("error") for line in kept)
     record |= {
-        "metrics": scored.summary(),
+        "metrics": metrics.intervals(scored.values),
         "queries": {"declared": declared, "scored": declared - failed, "empty": empty, "failed": failed},
         "ceiling": scored.ceiling,
         "tie_rate": scored.tie_rate,
