@@ -49,6 +49,7 @@ class Answering:
 
     spec: Spec
     options: dict[str, Any]
+    takes: set[str]  # of device, dtype and seed
     weights: dict[str, str]
     code: str
 
@@ -91,7 +92,8 @@ def prepare_retriever(registry: Registry, spec: Spec, suite: Suite) -> Answering
                 weights[key] = identify(str(value))
             except OSError as error:
                 raise UsageError(f"retriever {spec.row}: {key}: {error}") from error
-    return Answering(spec, options, weights, code_digest(registry.sources("retriever", spec.name)))
+    takes = registry.filled("retriever", spec.name)
+    return Answering(spec, options, takes, weights, code_digest(registry.sources("retriever", spec.name)))
 
 
 def _names_data(key: str, value: Any) -> bool:

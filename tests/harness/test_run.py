@@ -492,6 +492,12 @@ def test_auto_is_recorded_as_what_it_became(tmp_path: Path, in_process: None) ->
     assert config["retriever"]["settings"]["given"] == [config["device"], config["dtype"]]
 
 
+def test_a_device_is_part_of_a_cell_only_where_it_is_used(grid: Grid) -> None:
+    assert grid.compute(retriever="bm25") == 1
+    assert grid.compute("--device", "cpu", "--dtype", "bfloat16", retriever="bm25") == 0
+    assert records(grid.out)[0]["config"]["device"] is None
+
+
 def test_a_place_in_a_warning_is_printed_as_it_is(
     tmp_path: Path, in_process: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
