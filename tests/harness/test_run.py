@@ -236,7 +236,7 @@ def test_what_the_analyser_came_to_is_recorded(finished: Path) -> None:
 def test_options_of_the_harness_are_recorded(finished: Path) -> None:
     config = records(finished)[0]["config"]
     assert config["benchmark"]["resolved"]["exclude_self"] is False
-    assert (config["k"], config["depth"], config["device"]) == ([1, 2, 5, 10], 6, "auto")
+    assert (config["k"], config["depth"]) == ([1, 2, 5, 10], 6)
 
 
 def test_the_fingerprint_tells_data_weights_and_code(finished: Path) -> None:
@@ -363,9 +363,7 @@ def test_a_changed_input_is_computed_again(grid: Grid, change: str) -> None:
     assert grid.compute(**CHANGES[change](grid)) == 1
 
 
-@pytest.mark.parametrize(
-    "flags", [("-k", "1,3"), ("--seed", "1"), ("--queries", "3"), ("--dtype", "float32"), ("--device", "cpu")]
-)
+@pytest.mark.parametrize("flags", [("-k", "1,3"), ("--seed", "1"), ("--queries", "3"), ("--latency-queries", "2")])
 def test_a_changed_setting_is_computed_again(grid: Grid, flags: tuple[str, str]) -> None:
     assert grid.compute() == 1
     assert grid.compute(*flags) == 1
@@ -496,6 +494,9 @@ def test_a_device_is_part_of_a_cell_only_where_it_is_used(grid: Grid) -> None:
     assert grid.compute(retriever="bm25") == 1
     assert grid.compute("--device", "cpu", "--dtype", "bfloat16", retriever="bm25") == 0
     assert records(grid.out)[0]["config"]["device"] is None
+    write_plugin(grid.plugin.parent, "    def __init__(self, *, dtype: str):\n        pass\n")
+    assert grid.compute(retriever="fake") == 1
+    assert grid.compute("--dtype", "bfloat16", retriever="fake") == 1
 
 
 def test_a_place_in_a_warning_is_printed_as_it_is(
