@@ -55,7 +55,7 @@ class TooMany(OnlyFirst):
 
 
 class Unknown(OnlyFirst):
-    wrong = Ranking([len(TEXTS)], [1.0])
+    wrong = Ranking([len(TEXTS) + 1], [1.0])
 
 
 class NotFinite(OnlyFirst):
@@ -176,7 +176,7 @@ class SpansBackwards(Overlap):
 BROKEN: list[tuple[type[Retriever], str, str]] = [
     (FailsToLoad, "is made from its options and loads", "no such model"),
     (TooMany, "search gives one ranking a query", "2 documents, more than k=1"),
-    (Unknown, "search gives one ranking a query", f"document {len(TEXTS)}"),
+    (Unknown, "search gives one ranking a query", f"document {len(TEXTS) + 1}"),
     (NotFinite, "search gives one ranking a query", "nan"),
     (Uneven, "search gives one ranking a query", "1 numbers but 0 scores"),
     (OneTooMany, "search gives one ranking a query", "rankings for"),
