@@ -149,7 +149,7 @@ def _run(options: argparse.Namespace, command: str) -> int:
     for table in tables.build(latest(out), None, shlex.join(["icr-bench", "table", str(out)])):
         name = f"{safe_name(table.benchmark)}-{table.name}"
         for form, ending in tables.ENDINGS.items():
-            write(folder / f"{name}.{ending}", table.render(form))  # type: ignore[arg-type]
+            write(folder / f"{name}.{ending}", table.render(form))
     for table in tables.build(outcome.records, None, command):
         print(table.render("md"))
     print(f"{outcome.computed} cells computed, {outcome.reused} there already; records, rankings and tables: {out}")
@@ -261,12 +261,14 @@ def _type(annotation: Any) -> str:
 
 
 def _validate(options: argparse.Namespace, command: str) -> int:
+    from icr_bench.harness.prepare import place, takes_place
     from icr_bench.harness.validate import validate
 
     registry = Registry(options.plugin or ())
     spec = parse_spec(options.spec)
-    filled = {"device": "auto", "dtype": "auto", "seed": 0}
     registry.resolve("retriever", spec)
+    device, dtype = place("auto", "auto") if takes_place(registry, spec.name) else ("cpu", "float32")
+    filled = {"device": device, "dtype": dtype, "seed": 0}
     try:
         registry.build("retriever", spec, filled)
     except (ValueError, TypeError) as error:

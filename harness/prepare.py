@@ -54,6 +54,11 @@ class Answering:
     code: str
 
 
+def takes_place(registry: Registry, name: str) -> bool:
+    """Whether a retriever runs on a device, or with a type of weights, that can be chosen."""
+    return bool({"device", "dtype"} & registry.filled("retriever", name))
+
+
 def place(device: str, dtype: str) -> tuple[str, str]:
     """Device and type of weights with ``auto`` resolved: a GPU and bfloat16 if there is one, else CPU and float32.
 

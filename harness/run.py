@@ -25,6 +25,7 @@ from icr_bench.harness.prepare import (
     place,
     prepare_benchmark,
     prepare_retriever,
+    takes_place,
 )
 from icr_bench.harness.process import Limits, run_cell
 from icr_bench.harness.registry import Registry
@@ -55,9 +56,7 @@ def run(suite: Suite, out: Path, command: str, display: Lines, *, fresh: bool, r
         UsageError, DataError, MissingExtra: before the first cell, if anything asked for cannot be had.
     """
     registry = Registry(suite.plugins)
-    if suite.device.startswith("cuda") or any(
-        {"device", "dtype"} & registry.filled("retriever", spec.name) for spec in suite.retrievers
-    ):
+    if suite.device.startswith("cuda") or any(takes_place(registry, spec.name) for spec in suite.retrievers):
         device, dtype = place(suite.device, suite.dtype)
         suite = replace(suite, device=device, dtype=dtype)
     answering = [prepare_retriever(registry, spec, suite) for spec in suite.retrievers]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +15,8 @@ from icr_bench.harness import metrics
 from icr_bench.harness.errors import UsageError
 from icr_bench.harness.folder import Record
 
-Format = Literal["md", "csv", "latex", "json"]
-ENDINGS = {"md": "md", "csv": "csv", "latex": "tex"}
+Format = Literal["md", "csv", "latex"]
+ENDINGS: dict[Format, str] = {"md": "md", "csv": "csv", "latex": "tex"}
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,6 @@ class Table:
 
     def render(self, form: Format) -> str:
         """As text that ends with a line feed."""
-        if form == "json":
-            return json.dumps(self.as_dict(), indent=1) + "\n"
         if form == "csv":
             return self._csv()
         head = ["retriever", *(f"N={n:,}" for n in self.sizes)]

@@ -36,8 +36,8 @@ class Retriever(ABC):
     """Answers queries from an index of documents. It sees texts and numbers, never ids or judgments.
 
     A subclass's ``__init__`` takes its options as keyword-only arguments with annotations, checks them (ValueError)
-    and does nothing expensive; ``load`` brings the weights. The arguments ``device``, ``dtype`` and ``seed`` are
-    filled by the run, where a subclass has them.
+    and does nothing expensive; ``load`` brings the weights. The run fills the arguments ``device`` (``cpu``, ``cuda``,
+    ``cuda:N``), ``dtype`` (a torch type's name) and ``seed``, where a subclass has them.
     """
 
     tokenizer: str = "whitespace"  # names what `token_spans` counts, for the record

@@ -53,8 +53,8 @@ class Dense(Retriever):
         batch_size: int = 32,
         index: Literal["exact", "faiss-flat", "faiss-hnsw"] = "exact",
         trust_remote_code: bool = False,
-        device: str = "auto",
-        dtype: str = "auto",
+        device: str = "cpu",
+        dtype: str = "float32",
     ) -> None:
         if not model:
             raise ValueError("model is empty; give a hub id or a local folder")
@@ -73,16 +73,11 @@ class Dense(Retriever):
         import torch
         from sentence_transformers import SentenceTransformer
 
-        device = self._device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        if self._dtype == "auto":
-            self._dtype = "bfloat16" if device.startswith("cuda") else "float32"
         name, revision = locate(self._model_name)
         self._encoder: SentenceTransformer = SentenceTransformer(
             name,
             revision=revision,
-            device=device,
+            device=self._device,
             trust_remote_code=self._trust_remote_code,
             model_kwargs={"dtype": getattr(torch, self._dtype)},
         )
