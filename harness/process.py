@@ -77,22 +77,25 @@ def _watch(process: subprocess.Popen[bytes], limits: Limits) -> tuple[int, tuple
             return peak, None
         except subprocess.TimeoutExpired:
             pass
-        peak = max(peak, _resident(process.pid, children=False))
-        if limits.memory is not None and (resident := _resident(process.pid, children=True)) > limits.memory:
-            return peak, ("oom", f"used {resident:,} bytes, more than --memory-limit {limits.memory:,}")
+        # One look for both numbers: of two looks at a growing process, the earlier could lie far below the limit.
+        own, others = _resident(process.pid, children=limits.memory is not None)
+        peak = max(peak, own)
+        if limits.memory is not None and own + others > limits.memory:
+            return peak, ("oom", f"used {own + others:,} bytes, more than --memory-limit {limits.memory:,}")
         if limits.timeout is not None and time.monotonic() - start > limits.timeout:
             return peak, ("timeout", f"took longer than --timeout {limits.timeout:g} seconds")
 
 
-def _resident(pid: int, *, children: bool) -> int:
-    """Resident bytes of a process, with all its descendants if asked; to find those takes a look at every process."""
-    total = 0
+def _resident(pid: int, *, children: bool) -> tuple[int, int]:
+    """Resident bytes of a process and of all its descendants if asked; to find those takes a look at every process."""
+    own = others = 0
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        for member in (process, *(process.children(recursive=True) if children else ())):
+        own = int(process.memory_info().rss)
+        for child in process.children(recursive=True) if children else ():
             with suppress(psutil.NoSuchProcess):
-                total += member.memory_info().rss
-    return total
+                others += child.memory_info().rss
+    return own, others
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
