@@ -23,7 +23,7 @@ from icr_bench.harness.metrics import DEFINITIONS
 from icr_bench.harness.registry import Kind, Registry
 from icr_bench.harness.spec import parse_spec
 from icr_bench.retrievers.base import MissingExtra
-from icr_bench.retrievers.weights import Model
+from icr_bench.retrievers.weights import CacheFolder, Model
 
 if TYPE_CHECKING:
     from icr_bench.harness.folder import Record
@@ -256,6 +256,10 @@ def _type(annotation: Any) -> str:
         return " or ".join("none" if a is type(None) else _type(a) for a in typing.get_args(annotation))
     if annotation is Model:
         return "hub id or path"
+    if annotation is CacheFolder:
+        return "path"
+    if typing.get_origin(annotation) is tuple:
+        return f"{_type(typing.get_args(annotation)[0])}s joined by +"
     name = getattr(annotation, "__name__", str(annotation))
     return _WORDS.get(name, name)
 

@@ -14,7 +14,7 @@ from icr_bench.harness.registry import Registry, convert
 from icr_bench.harness.spec import ALL, Spec
 from icr_bench.harness.suite import Suite
 from icr_bench.retrievers.base import MissingExtra
-from icr_bench.retrievers.weights import Model, identify
+from icr_bench.retrievers.weights import CacheFolder, Model, identify
 
 COMMON: Mapping[str, tuple[Any, Any]] = {
     "queries": (int | None, None),
@@ -92,7 +92,10 @@ def prepare_retriever(registry: Registry, spec: Spec, suite: Suite) -> Answering
         pass  # no matter of its options: its cells will fail with it, and keep the log
     known = registry.options("retriever", spec.name)
     for key, value in options.items():
-        if value is not None and (known[key].annotation in (Model, Model | None) or _names_data(key, value)):
+        annotation = known[key].annotation
+        if value is None or annotation in (CacheFolder, CacheFolder | None):
+            continue
+        if annotation in (Model, Model | None) or _names_data(key, value):
             try:
                 weights[key] = identify(str(value))
             except OSError as error:

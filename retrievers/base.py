@@ -10,7 +10,7 @@ from typing import Any
 
 from icr_bench.benchmarks.base import Document
 
-__all__ = ["Document", "MissingExtra", "Ranking", "Retriever"]
+__all__ = ["Document", "Estimate", "MissingExtra", "Ranking", "Retriever"]
 
 
 class MissingExtra(ImportError):
@@ -32,6 +32,18 @@ class Ranking:
     error: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What indexing a corpus and answering one query alone would take, told before either."""
+
+    tokens: int  # of all documents as they are read
+    index_flops: float  # floating-point operations of indexing
+    index_bytes: int  # of the index
+    peak_bytes: int  # resident memory of the process, or of the GPU where one is used
+    index_s: float
+    query_s: float
+
+
 class Retriever(ABC):
     """Answers queries from an index of documents. It sees texts and numbers, never ids or judgments.
 
@@ -42,12 +54,21 @@ class Retriever(ABC):
 
     tokenizer: str = "whitespace"  # names what `token_spans` counts, for the record
     max_tokens: int | None = None  # tokens of a document beyond this are not read; known after `load`
+    index_reused: bool = False  # whether the last `index` took work from a cache, so that its time measures nothing
 
     def progress(self, done: int, total: int) -> None:  # noqa: B027 - nobody is watching
         """Tell how far a long `index` has come; a run puts its own display here."""
 
     def load(self) -> None:  # noqa: B027 - most retrievers have nothing to load
         """Bring everything that does not depend on the corpus into memory; timed apart from `index`."""
+
+    def estimate(self, documents: Sequence[Document], queries: Sequence[str]) -> Estimate | None:
+        """What these documents and queries would take, from a short calibration after `load`; None if not known.
+
+        Args:
+            queries: some of those to come.
+        """
+        return None
 
     @abstractmethod
     def index(self, documents: Sequence[Document]) -> None:

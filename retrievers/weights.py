@@ -12,6 +12,9 @@ Model = NewType("Model", str)
 A cell is computed again when the weights behind such an option change.
 """
 
+CacheFolder = NewType("CacheFolder", Path)
+"""Annotation of an option that names a folder to keep work in between runs; what it holds identifies nothing."""
+
 
 def locate(model: str) -> tuple[str, str | None]:
     """Split ``org/name@revision``; a local path is returned as it is, without a revision."""

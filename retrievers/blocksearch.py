@@ -1,0 +1,249 @@
+"""BlockSearch: a language model holds the corpus in its KV cache and decodes the code of the relevant document.
+
+arXiv 2607.01538. One class; the variants are rows of options (`BlockSearch` describes them), not subclasses.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from icr_bench.retrievers.base import Document, Estimate, Ranking, Retriever
+from icr_bench.retrievers.lm.attend import kernel_name
+from icr_bench.retrievers.lm.backbone import load_backbone, same_fraction
+from icr_bench.retrievers.lm.calibrate import estimate
+from icr_bench.retrievers.lm.corpus import Corpus, ask_in_groups, spans
+from icr_bench.retrievers.lm.decode import Beam, Codes, search
+from icr_bench.retrievers.lm.engine import Config, Engine, Routing, Tokens, check_layer
+from icr_bench.retrievers.lm.prompt import DIGITS, Block, Prompt, PromptSettings, check_digits, digits_for, with_given
+from icr_bench.retrievers.top import top_k
+from icr_bench.retrievers.weights import CacheFolder, Model
+
+ROUTING_LAYER = (16, 28)
+"""The paper's routing layer and its model's depth; other depths route at the same fraction."""
+
+SSMAX_START, SINK_START = 0.43, 14.0
+"""The learned scalars' initial values (facts 7.1, 7.2), which hold where the weights carry none."""
+
+EXTRAS = "blocksearch.json"
+"""What weights carry beside the model: ``prompt``, ``routing_layer``, ``ssmax`` and ``sink`` (a number a layer)."""
+
+
+class BlockSearch(Retriever):
+    """A language model reads every document once into its KV cache and answers with the code of one.
+
+    Args:
+        model: hub id (``org/name`` or ``org/name@revision``), a local folder or a ``.gguf`` file; a model of the Llama
+            or Qwen family.
+        codes: ``random``, or ``position`` for the document's number (the ablation).
+        digits: digits of a code; by default four, or as many as the corpus takes.
+        cap: tokens of a document with its wrapper; 300 unless the weights say otherwise.
+        offset: position of a query's first token; 300 unless the weights say otherwise.
+        ssmax: multiply attention scores by s_L log N.
+        ssmax_n: what N counts, ``documents`` or attended ``tokens``.
+        sink_gate: apply the learned sink at evaluation too; the paper leaves it off.
+        routing: keep the documents that score best at one layer by the query's ``last`` token (the paper) or by the
+            tokens of its own text (``content``); ``none`` for no routing.
+        routing_layer: the layer that scores; 16 of 28 or the same fraction, unless the weights say otherwise.
+        routing_b: documents kept.
+        routing_reach: in digit passes the shortlist holds in ``every`` layer, or only in those ``upper`` than the
+            routing layer.
+        readout: ``decode`` digits, or rank all documents by ``attention`` at one layer.
+        readout_layer: the layer that ranks; the routing layer by default.
+        readout_heads: its heads, all by default.
+        readout_tokens: the query's tokens that rank, ``last`` or ``content``.
+        beam: width of the search; a larger k widens it.
+        per_step: digits that each beam continues with.
+        existing: take only codes of the corpus.
+        cache: folder to keep keys and values in between runs.
+        cache_gb: size that the folder may have, in 10^9 bytes.
+    """
+
+    tokenizer = "model"
+
+    def __init__(
+        self,
+        *,
+        model: Model,
+        codes: Literal["random", "position"] = "random",
+        digits: int | None = None,
+        cap: int | None = None,
+        offset: int | None = None,
+        ssmax: bool = False,
+        ssmax_n: Literal["documents", "tokens"] = "documents",
+        sink_gate: bool = False,
+        routing: Literal["none", "last", "content"] = "none",
+        routing_layer: int | None = None,
+        routing_b: int = 256,
+        routing_reach: Literal["every", "upper"] = "every",
+        readout: Literal["decode", "attention"] = "decode",
+        readout_layer: int | None = None,
+        readout_heads: tuple[int, ...] | None = None,
+        readout_tokens: Tokens = "last",
+        beam: int = 25,
+        per_step: int = 5,
+        existing: bool = True,
+        cache: CacheFolder | None = None,
+        cache_gb: float = 50.0,
+        device: str = "cpu",
+        dtype: str = "float32",
+        seed: int = 0,
+    ) -> None:
+        if not model:
+            raise ValueError("model is empty; give a hub id, a local folder or a .gguf file")
+        if routing_b < 1:
+            raise ValueError(f"routing_b must be 1 or more, got {routing_b}")
+        if digits is not None and not 1 <= digits <= 7:
+            raise ValueError(f"digits must be 1 to 7, got {digits}")
+        with_given(PromptSettings(), cap=cap, offset=offset)
+        self._model, self._device, self._dtype, self._seed = model, device, dtype, seed
+        self._codes_kind, self._digits = codes, digits
+        self._given = {"cap": cap, "offset": offset}
+        self._ssmax, self._n_is, self._sink_gate = ssmax, ssmax_n, sink_gate
+        self._routing, self._routing_layer = routing, routing_layer
+        self._routing_b, self._routing_reach = routing_b, routing_reach
+        self._readout, self._readout_layer = readout, readout_layer
+        self._readout_heads, self._readout_tokens = readout_heads, readout_tokens
+        self._beam = Beam(beam, per_step, existing)
+        self._corpus = Corpus(model, codes, seed, cache, cache_gb)
+        self._engine: Engine | None = None
+        self._tree: Codes | None = None
+
+    def load(self) -> None:
+        backbone, self._words, path = load_backbone(self._model, self._device, self._dtype)
+        carried = _carried(path)
+        self._settings = with_given(PromptSettings(**carried.get("prompt", {})), **self._given)
+        depth = backbone.depth
+        given = (self._routing_layer, carried.get("routing_layer"), same_fraction(*ROUTING_LAYER, depth))
+        middle: int = next(layer for layer in given if layer is not None)
+        routing = None
+        if self._routing != "none":
+            routing = Routing(middle, self._routing_b, self._routing, self._routing_reach)
+        self._scalars = {}
+        for name, wanted, start in (("ssmax", self._ssmax, SSMAX_START), ("sink", self._sink_gate, SINK_START)):
+            if wanted:
+                self._scalars[name] = tuple(carried.get(name, [start] * depth))
+        config = Config(n_is=self._n_is, routing=routing, **self._scalars)
+        self._engine = Engine(backbone, config, self._settings.offset)
+        self._untrained = sorted(name for name in self._scalars if name not in carried)
+        self._layer = middle if self._readout_layer is None else self._readout_layer
+        check_layer("readout_layer", self._layer, depth)
+        self._heads = tuple(range(backbone.heads)) if self._readout_heads is None else self._readout_heads
+        if beyond := [head for head in self._heads if not 0 <= head < backbone.heads]:
+            raise ValueError(f"readout_heads: head {beyond[0]}: the model has heads 0 to {backbone.heads - 1}")
+        self._prompt = Prompt(self._words, self._settings, self._digits or DIGITS)
+        self.max_tokens = self._prompt.text_tokens
+
+    def estimate(self, documents: Sequence[Document], queries: Sequence[str]) -> Estimate | None:
+        engine = self._loaded()
+        texts = [document.text for document in documents]
+        blocks = list(self._prompt.documents(texts, [0] * len(texts)))
+        asked = [self._prompt.query(query) for query in queries]
+        digits = self._digits or digits_for(len(texts))
+        beams = [min(self._beam.per_step**length, self._beam.width, len(texts)) for length in range(1, digits)]
+        passes = () if self._readout == "attention" else beams
+        return estimate(engine.backbone, engine.config, blocks, asked, passes)
+
+    def index(self, documents: Sequence[Document]) -> None:
+        engine = self._loaded()
+        if self._digits is not None:
+            check_digits(len(documents), self._digits)
+        self._prompt = self._corpus.fill(
+            engine.backbone, self._words, self._settings, self._digits, documents, self.progress
+        )
+        self.index_reused = self._corpus.reused > 0
+        cache = self._corpus.cache
+        self._tree = Codes(cache.codes, cache.digits, engine.backbone.device)
+
+    def search(self, queries: Sequence[str], k: int) -> list[Ranking]:
+        if self._tree is None:
+            raise RuntimeError("search before index")
+        return ask_in_groups([self._prompt.query(query) for query in queries], lambda blocks: self._ask(blocks, k))
+
+    def _ask(self, blocks: Sequence[Block], k: int) -> list[Ranking]:
+        engine, tree, cache = self._loaded(), self._tree, self._corpus.cache
+        assert tree is not None
+        if self._readout == "attention":
+            state = engine.query_pass(cache, blocks, (self._layer, self._readout_tokens, self._heads))
+            assert state.scores is not None
+            return [top_k(row, k) for row in state.scores.cpu().numpy()]
+        state = engine.query_pass(cache, blocks)
+        found, scores = search(engine, cache, tree, state, self._words.digits, self._beam.at_least(k))
+        rankings = []
+        for numbers, logs in zip(found.tolist(), scores.tolist(), strict=True):
+            named = [(number, log) for number, log in zip(numbers, logs, strict=True) if number >= 0][:k]
+            rankings.append(Ranking([number for number, _ in named], [log for _, log in named]))
+        return rankings
+
+    def _loaded(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("index or search before load")
+        return self._engine
+
+    def index_bytes(self) -> int:
+        return self._corpus.nbytes()
+
+    def settings(self) -> dict[str, Any]:
+        engine = self._loaded()
+        settings: dict[str, Any] = {
+            "model": engine.backbone.config.model_type,
+            "layers": engine.backbone.depth,
+            "prompt": asdict(self._settings) | self._prompt.shown(),
+            "digits": self._prompt.digits,
+            "attention": kernel_name(engine.backbone.head_dim, engine.backbone.dtype, engine.backbone.device.type),
+            **self._corpus.settings(),
+        }
+        for name, values in self._scalars.items():
+            source = "initial value, not trained" if name in self._untrained else "weights"
+            settings[name] = {"values": list(values), "from": source}
+        if engine.config.routing:
+            settings["routing"] = asdict(engine.config.routing)
+        if self._readout == "attention":
+            settings["readout"] = {"layer": self._layer, "heads": list(self._heads), "tokens": self._readout_tokens}
+        else:
+            settings["beam"] = asdict(self._beam)
+        return settings
+
+    def token_spans(self, texts: Sequence[str]) -> list[list[tuple[int, int]]]:
+        return spans(self._words, texts)
+
+
+def _carried(path: Path) -> dict[str, Any]:
+    """What the weights' folder says in `EXTRAS`; empty where there is no such file."""
+    file = path / EXTRAS
+    if not file.is_file():
+        return {}
+    carried: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    known = {"prompt", "routing_layer", "ssmax", "sink"}
+    if unknown := carried.keys() - known:
+        raise ValueError(f"{file}: {sorted(unknown)[0]!r} is not known; expected {', '.join(sorted(known))}")
+    if unknown := carried.get("prompt", {}).keys() - {field.name for field in fields(PromptSettings)}:
+        raise ValueError(f"{file}: prompt: {sorted(unknown)[0]!r} is not known")
+    return carried
+
+
+def _row(what: str, **defaults: Any) -> Callable[..., BlockSearch]:
+    """A name of its own for BlockSearch with other defaults."""
+    signature = inspect.signature(BlockSearch)
+    parameters = [p.replace(default=defaults.get(p.name, p.default)) for p in signature.parameters.values()]
+
+    def make(**options: Any) -> BlockSearch:
+        return BlockSearch(**(defaults | options))
+
+    make.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    make.__annotations__ = BlockSearch.__init__.__annotations__
+    arguments = (inspect.getdoc(BlockSearch) or "").partition("\n\n")[2]
+    make.__doc__ = f"{what}\n\n{arguments}"
+    return make
+
+
+position = _row("BlockSearch with codes by position (ablation, section 3.3).", codes="position")
+offpolicy = _row("BlockSearch trained without the on-policy loss (ablation, section 3.3): other weights, same search.")
+sink = _row("BlockSearch trained with an additive sink (section 5.1), which is off at evaluation.")
+ssmax = _row("BlockSearch with SSMax (section 5.1).", ssmax=True)
+routing = _row("BlockSearch with routing (section 5.1).", routing="last")
+ssmax_routing = _row("BlockSearch with SSMax and routing (section 5.2).", ssmax=True, routing="last")

@@ -1,0 +1,184 @@
+"""From documents to a `CorpusCache`: codes, blocks, what a cache on disk holds already, and room in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+
+from icr_bench.retrievers.base import Document, Ranking
+from icr_bench.retrievers.lm.backbone import Backbone
+from icr_bench.retrievers.lm.cache import BATCH_TOKENS, CorpusCache, Progress, Shard, prefill
+from icr_bench.retrievers.lm.disk import DiskCache, Held
+from icr_bench.retrievers.lm.prompt import (
+    Block,
+    Prompt,
+    PromptSettings,
+    Tokenizer,
+    digits_for,
+    draw_codes,
+    text_keys,
+)
+from icr_bench.retrievers.weights import identify
+
+QUERIES, QUERY_TOKENS = 32, 2048
+"""Queries, and tokens of queries, that share a pass over the corpus, at most."""
+
+
+class NoRoom(MemoryError):
+    """The corpus's keys and values would not fit into memory."""
+
+
+class Corpus:
+    """Fills and holds the cache of a corpus, with as much of it from disk as is there.
+
+    Args:
+        model: names the weights, for the cache's key.
+        codes: ``random`` or ``position``.
+        folder: where keys and values are kept between runs; None to keep none.
+        gigabytes: size that the folder may have, in 10^9 bytes.
+    """
+
+    def __init__(
+        self, model: str, codes: Literal["random", "position"], seed: int, folder: Path | None, gigabytes: float
+    ) -> None:
+        if gigabytes <= 0:
+            raise ValueError(f"cache_gb must be above 0, got {gigabytes:g}")
+        self._model, self._kind, self._seed = model, codes, seed
+        self._folder, self._limit = folder, int(gigabytes * 1e9)
+        self.cache = CorpusCache([], [], 0)
+        self.reused = self.truncated = 0
+
+    def fill(
+        self,
+        backbone: Backbone,
+        tokenizer: Tokenizer,
+        settings: PromptSettings,
+        digits: int | None,
+        documents: Sequence[Document],
+        progress: Progress,
+    ) -> Prompt:
+        """Take a corpus, replacing any earlier one, and return the prompt that it was written with.
+
+        Raises:
+            NoRoom: before anything is computed, if keys and values exceed the free memory.
+        """
+        self.cache = CorpusCache([], [], 0)  # what the last corpus took is free again
+        prompt = Prompt(tokenizer, settings, digits or digits_for(len(documents)))
+        texts = [document.text for document in documents]
+        disk = self._disk(backbone, prompt)
+        keys = text_keys(texts, self._seed)
+        held: dict[int, Held] = {}
+        if disk:
+            found = disk.find()
+            if self._kind == "position":
+                keys = [f"{key} {number}" for number, key in enumerate(keys)]
+            held = {number: found[key] for number, key in enumerate(keys) if key in found}
+        shards, held = _distinct(disk, held)
+        if self._kind == "position":
+            codes = list(range(len(texts)))
+        else:
+            codes = draw_codes(texts, prompt.digits, self._seed, {number: h.code for number, h in held.items()})
+        missing = [number for number in range(len(texts)) if number not in held]
+        blocks = list(prompt.documents(texts, codes))
+        self.truncated = sum(block.truncated for block in blocks)
+        todo = [blocks[number] for number in missing]
+        if disk is None:
+            check_room(backbone, sum(map(len, todo)), len(documents))
+        for shard in prefill(backbone, todo, missing, progress):
+            shards.append(shard if disk is None else _keep(disk, shard, keys, codes))
+        self.cache = CorpusCache(shards, codes, prompt.digits)
+        self.reused = len(held)
+        return prompt
+
+    def _disk(self, backbone: Backbone, prompt: Prompt) -> DiskCache | None:
+        if self._folder is None:
+            return None
+        settings = asdict(prompt.settings) | {"before": "", "after": ""}  # a query's wording changes no document
+        told = [identify(self._model), settings, prompt.shown()["block_ids"], prompt.digits, self._kind, self._seed]
+        told += [str(backbone.dtype), torch.__version__]
+        key = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:24]
+        return DiskCache(self._folder, key, self._limit)
+
+    def nbytes(self) -> int:
+        return self.cache.nbytes()
+
+    def settings(self) -> dict[str, Any]:
+        """For the record."""
+        n = len(self.cache)
+        return {
+            "codes": self._kind,
+            "truncated": self.truncated,
+            "corpus_tokens": self.cache.tokens,
+            "prefill": f"reused {self.reused} of {n} documents" if self.reused else "measured",
+        }
+
+
+def _distinct(disk: DiskCache | None, held: dict[int, Held]) -> tuple[list[Shard], dict[int, Held]]:
+    """The shards of documents that could be read from disk, and which these are; no code occurs twice among them."""
+    if disk is None or not held:
+        return [], {}
+    owners: dict[int, int] = {}
+    for number, entry in held.items():
+        owners.setdefault(entry.code, number)
+    shards = list(disk.load((number, held[number]) for number in owners.values()))
+    read = {number for shard in shards for number in shard.documents.tolist()}
+    return shards, {number: held[number] for number in read}
+
+
+def _keep(disk: DiskCache, shard: Shard, keys: Sequence[str], codes: Sequence[int]) -> Shard:
+    """Store a shard and return it mapped from its file, so that a corpus may exceed memory."""
+    numbers = shard.documents.tolist()
+    file = disk.store(shard, [keys[number] for number in numbers], [codes[number] for number in numbers])
+    if file is None or shard.keys.device.type != "cpu":
+        return shard
+    (mapped,) = disk.load((number, Held(file, place, codes[number])) for place, number in enumerate(numbers))
+    return mapped
+
+
+def check_room(backbone: Backbone, tokens: int, documents: int) -> None:
+    """Refuse a corpus whose keys and values exceed the free memory of the device.
+
+    Raises:
+        NoRoom: with the numbers and what can be done.
+    """
+    needed = tokens * backbone.token_bytes() + batch_bytes(backbone)
+    if backbone.device.type == "cuda":
+        free = torch.cuda.mem_get_info(backbone.device)[0]
+    else:
+        free = psutil.virtual_memory().available
+    if needed > free:
+        raise NoRoom(
+            f"keys and values of {documents:,} documents ({tokens:,} tokens) take {needed:,} bytes, but only {free:,} "
+            "are free; use fewer documents, a smaller cap or model, bfloat16, or keep them on disk with cache=DIR"
+        )
+
+
+def batch_bytes(backbone: Backbone) -> int:
+    """Bytes that the activations of one prefill batch take, at most."""
+    config = backbone.config
+    row: int = 6 * config.hidden_size + 3 * config.intermediate_size
+    return BATCH_TOKENS * row * 4
+
+
+def ask_in_groups(blocks: Sequence[Block], ask: Callable[[Sequence[Block]], list[Ranking]]) -> list[Ranking]:
+    """Answer queries in order, in groups of at most `QUERIES` and `QUERY_TOKENS`, or a longer one alone."""
+    rankings: list[Ranking] = []
+    group: list[Block] = []
+    for block in blocks:
+        if group and (len(group) == QUERIES or sum(map(len, group)) + len(block) > QUERY_TOKENS):
+            rankings += ask(group)
+            group = []
+        group.append(block)
+    return rankings + ask(group) if group else rankings
+
+
+def spans(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[tuple[int, int]]]:
+    """Start and end character of every token of every text."""
+    return [[(start, end) for start, end in encoding.offsets] for encoding in tokenizer.encode_batch(texts)]
