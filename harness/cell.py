@@ -15,12 +15,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypedDict
 
 from icr_bench.harness.registry import Registry
 from icr_bench.harness.spec import Spec
-from icr_bench.retrievers.base import Document, Ranking, Retriever
+from icr_bench.retrievers.base import Document, Estimate, Ranking, Retriever
 
 BATCH = 32
 """Queries a call of the throughput pass."""
@@ -43,6 +44,7 @@ class Job(TypedDict):
     sample: list[int]  # positions of the queries timed one by one
     depth: int
     max_tokens: int | None
+    plan: bool  # estimate only
 
 
 class BadRanking(ValueError):
@@ -50,7 +52,7 @@ class BadRanking(ValueError):
 
 
 def measure(job: Job, report: Report) -> dict[str, Any]:
-    """Load, index, warm up, time single queries, then answer all queries in batches."""
+    """Load, estimate, index, warm up, time single queries, then answer all queries in batches."""
     report("load", 0, 1)
     start = time.perf_counter()
     registry = Registry(job["plugins"])
@@ -62,6 +64,12 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
     documents = [Document(number, text) for number, text in enumerate(texts)]
     queries, depth = job["queries"], job["depth"]
     query_tokens = sum(len(spans) for spans in retriever.token_spans(queries))
+    estimate = retriever.estimate(documents, queries[:BATCH])
+    if estimate is not None and not isinstance(estimate, Estimate):
+        raise TypeError(f"estimate must return an Estimate or None, got {type(estimate).__name__}")
+    told = asdict(estimate) if estimate else None
+    if job["plan"]:
+        return {"status": "ok", "estimate": told, "memory": {}}
 
     report("index", 0, 1)
     start = time.perf_counter()
@@ -101,7 +109,7 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
         "settings": settings,
         "time": {
             "load_s": loaded,
-            "index_s": indexed,
+            "index_s": None if retriever.index_reused else indexed,
             "warmup": len(warmup),
             "query_p50_s": p50,
             "query_p95_s": p95,
@@ -113,6 +121,7 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
         "memory": {"index_bytes": int(retriever.index_bytes())},
         "tokens": {"unit": retriever.tokenizer, "documents": tokens, "queries": query_tokens},
         "truncated": truncated,
+        "estimate": told,
     }
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``icr-bench run | table | plot | export | list | describe | validate | lint``."""
+"""The command line: ``icr-bench run | plan | table | plot | export | list | describe | validate | lint``."""
 
 from __future__ import annotations
 
@@ -54,19 +54,21 @@ def parser() -> argparse.ArgumentParser:
         return sub
 
     run = command("run", "compute the cells of a suite and print its tables; a rerun computes what is missing")
-    run.add_argument("suite", nargs="?", metavar="SUITE", help="a YAML file or a name (icr-bench list suites)")
+    plan = command("plan", "what the cells of a suite would take, from short calibrations; computes none of them")
     spec = "NAME or NAME:key=value,key=value; may be repeated; label= renames its rows"
-    run.add_argument("-b", "--benchmark", action="append", metavar="SPEC", help=spec)
-    run.add_argument("-r", "--retriever", action="append", metavar="SPEC", help=spec)
-    run.add_argument("-n", metavar="SIZES", help="corpus sizes, such as 46,500,1k,2.5k,all (the suite's, else all)")
-    run.add_argument("-k", metavar="CUTOFFS", help="metric cut-offs; the largest is the depth kept (1,2,5,10)")
-    run.add_argument("--seed", metavar="SEEDS", help="seeds, such as 0,1; each is a set of cells (0)")
-    run.add_argument("--queries", metavar="M", help="a seeded sample of M declared queries (all)")
-    run.add_argument("--latency-queries", metavar="M", help="queries timed one by one (50)")
-    run.add_argument("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (auto)")
-    run.add_argument("--dtype", metavar="TYPE", help=f"of model weights: {', '.join(suites.DTYPES)} (auto)")
-    run.add_argument("--timeout", metavar="S", help="seconds that a cell may take")
-    run.add_argument("--memory-limit", metavar="B", help="resident bytes that a cell may use, such as 8GB")
+    for sub in (run, plan):
+        sub.add_argument("suite", nargs="?", metavar="SUITE", help="a YAML file or a name (icr-bench list suites)")
+        sub.add_argument("-b", "--benchmark", action="append", metavar="SPEC", help=spec)
+        sub.add_argument("-r", "--retriever", action="append", metavar="SPEC", help=spec)
+        sub.add_argument("-n", metavar="SIZES", help="corpus sizes, such as 46,500,1k,2.5k,all (the suite's, else all)")
+        sub.add_argument("-k", metavar="CUTOFFS", help="metric cut-offs; the largest is the depth kept (1,2,5,10)")
+        sub.add_argument("--seed", metavar="SEEDS", help="seeds, such as 0,1; each is a set of cells (0)")
+        sub.add_argument("--queries", metavar="M", help="a seeded sample of M declared queries (all)")
+        sub.add_argument("--latency-queries", metavar="M", help="queries timed one by one (50)")
+        sub.add_argument("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (auto)")
+        sub.add_argument("--dtype", metavar="TYPE", help=f"of model weights: {', '.join(suites.DTYPES)} (auto)")
+        sub.add_argument("--timeout", metavar="S", help="seconds that a cell may take")
+        sub.add_argument("--memory-limit", metavar="B", help="resident bytes that a cell may use, such as 8GB")
     run.add_argument("-o", "--output", metavar="DIR", type=Path, help=f"folder of the run ({RUNS}/<suite>)")
     run.add_argument("--fresh", action="store_true", help="delete the folder's cells first")
     run.add_argument("--retry-failed", action="store_true", help="compute failed cells again")
@@ -159,6 +161,17 @@ def _run(options: argparse.Namespace, command: str) -> int:
             file=sys.stderr,
         )
     return outcome.exit_code
+
+
+def _plan(options: argparse.Namespace, command: str) -> int:
+    from icr_bench.harness.display import display
+    from icr_bench.harness.plan import plan, render
+
+    suite = suites.assemble(options.suite, {key: getattr(options, key) for key in suites.KEYS})
+    with display() as shown:
+        planned = plan(suite, shown)
+    print(render(planned), end="")
+    return FAILED if any(cell.problem for cell in planned) else OK
 
 
 def _table(options: argparse.Namespace, command: str) -> int:

@@ -45,7 +45,8 @@ class Lines:
     def cell_ended(self, record: Record) -> None:
         if record["status"] == "ok":
             time, first = record["time"], next(iter(record["metrics"]))
-            what = f"{first} {record['metrics'][first]['value']:.3f}, index {time['index_s']:.2g} s"
+            index = "reused" if time["index_s"] is None else f"{time['index_s']:.2g} s"
+            what = f"{first} {record['metrics'][first]['value']:.3f}, index {index}"
         else:
             what = f"{record['status']}: {reason(record)}"
         self.say(f"{self._title}: {what}")

@@ -29,6 +29,7 @@ from icr_bench.harness.prepare import (
 )
 from icr_bench.harness.process import Limits, run_cell
 from icr_bench.harness.registry import Registry
+from icr_bench.harness.spec import Spec
 from icr_bench.harness.suite import Suite
 
 
@@ -55,18 +56,7 @@ def run(suite: Suite, out: Path, command: str, display: Lines, *, fresh: bool, r
     Raises:
         UsageError, DataError, MissingExtra: before the first cell, if anything asked for cannot be had.
     """
-    registry = Registry(suite.plugins)
-    if suite.device.startswith("cuda") or any(takes_place(registry, spec.name) for spec in suite.retrievers):
-        device, dtype = place(suite.device, suite.dtype)
-        suite = replace(suite, device=device, dtype=dtype)
-    answering = [prepare_retriever(registry, spec, suite) for spec in suite.retrievers]
-    grid = [
-        (prepared, seed, benchmark, n)
-        for spec, sizes in zip(suite.benchmarks, suite.sizes, strict=True)
-        for prepared in [prepare_benchmark(registry, spec, suite.queries)]
-        for seed, benchmark in load_benchmark(registry, prepared, suite.seeds).items()
-        for n in check_sizes(prepared.spec.row, benchmark, sizes)
-    ]
+    suite, answering, grid = lay_out(suite)
     outcome = Outcome()
     total = len(grid) * len(answering)
     with Folder(out, suite.name, command, fresh=fresh) as folder:
@@ -92,6 +82,27 @@ def run(suite: Suite, out: Path, command: str, display: Lines, *, fresh: bool, r
                 outcome.computed += 1
                 display.cell_ended(record)
     return outcome
+
+
+Grid = list[tuple[Asked, int, Benchmark, int]]
+"""Benchmark as asked for, seed, benchmark and N of each column of cells."""
+
+
+def lay_out(suite: Suite) -> tuple[Suite, list[Answering], Grid]:
+    """The suite with its device resolved, and its retrievers and columns, everything checked and read."""
+    registry = Registry(suite.plugins)
+    if suite.device.startswith("cuda") or any(takes_place(registry, spec.name) for spec in suite.retrievers):
+        device, dtype = place(suite.device, suite.dtype)
+        suite = replace(suite, device=device, dtype=dtype)
+    answering = [prepare_retriever(registry, spec, suite) for spec in suite.retrievers]
+    grid = [
+        (prepared, seed, benchmark, n)
+        for spec, sizes in zip(suite.benchmarks, suite.sizes, strict=True)
+        for prepared in [prepare_benchmark(registry, spec, suite.queries)]
+        for seed, benchmark in load_benchmark(registry, prepared, suite.seeds).items()
+        for n in check_sizes(prepared.spec.row, benchmark, sizes)
+    ]
+    return suite, answering, grid
 
 
 def _again(held: Record, draft: Record, retry_failed: bool) -> bool:
@@ -148,6 +159,25 @@ def draft_record(
     return normal
 
 
+def job_of(suite: Suite, asked: Asked, task: Task, retriever: Spec, seed: int, *, plan: bool = False) -> Job:
+    """What the cell's process is given: texts and settings."""
+    rng = random.Random(f"icr-bench latency {seed}")
+    depth = min(max(suite.cutoffs), len(task.documents))
+    exclude = asked.common["exclude_self"]
+    return Job(
+        plugins=[str(plugin.absolute()) for plugin in suite.plugins],
+        retriever=retriever.name,
+        options=dict(retriever.options),
+        filled={"device": suite.device, "dtype": suite.dtype, "seed": seed},
+        documents=[document.text for document in task.documents],
+        queries=[query.text for query in task.queries],
+        sample=rng.sample(range(len(task.queries)), min(suite.latency_queries, len(task.queries))),
+        depth=min(depth + 1, len(task.documents)) if exclude else depth,
+        max_tokens=asked.common["max_tokens"],
+        plan=plan,
+    )
+
+
 def compute(
     suite: Suite, draft: Record, asked: Asked, task: Task, retriever: Answering, folder: Folder, display: Lines
 ) -> tuple[Record, list[Record]]:
@@ -155,18 +185,7 @@ def compute(
     exclude = asked.common["exclude_self"]
     ids = set(task.ids) if exclude else set()
     depth = draft["config"]["depth"]
-    rng = random.Random(f"icr-bench latency {draft['seed']}")
-    job = Job(
-        plugins=[str(plugin.absolute()) for plugin in suite.plugins],
-        retriever=retriever.spec.name,
-        options=dict(retriever.spec.options),
-        filled={"device": suite.device, "dtype": suite.dtype, "seed": draft["seed"]},
-        documents=[document.text for document in task.documents],
-        queries=[query.text for query in task.queries],
-        sample=rng.sample(range(len(task.queries)), min(suite.latency_queries, len(task.queries))),
-        depth=min(depth + 1, len(task.documents)) if exclude else depth,
-        max_tokens=asked.common["max_tokens"],
-    )
+    job = job_of(suite, asked, task, retriever.spec, draft["seed"])
     log = folder.path / "logs" / f"{draft['key'][:16]}.log"
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     limits = Limits(suite.timeout, suite.memory_limit)
@@ -176,7 +195,7 @@ def compute(
     declared = len(task.queries)
     if result["status"] != "ok":
         record["log"] = f"logs/{log.name}"
-        record |= dict.fromkeys(("metrics", "ceiling", "tie_rate", "time", "tokens", "truncated"))
+        record |= dict.fromkeys(("metrics", "ceiling", "tie_rate", "time", "tokens", "truncated", "estimate"))
         record["queries"] = {"declared": declared, "scored": 0, "empty": 0, "failed": declared}
         return record, []
     if log.stat().st_size:
@@ -201,8 +220,21 @@ def compute(
         "tie_rate": scored.tie_rate,
         **{key: result[key] for key in ("time", "tokens", "truncated")},
     }
+    record["estimate"] = _beside(result["estimate"], record) if result["estimate"] else None
     record["config"]["retriever"]["settings"] = result["settings"]
     return record, kept
+
+
+def _beside(told: Record, record: Record) -> Record:
+    """What was predicted before the cell's index was made, beside what was measured; None for what was not."""
+    memory, device = record["memory"], record["memory"]["device_peak_bytes"]
+    measured = {
+        "index_bytes": memory["index_bytes"],
+        "peak_bytes": memory["peak_rss_bytes"] if device is None else device,
+        "index_s": record["time"]["index_s"],
+        "query_s": record["time"]["query_p50_s"],
+    }
+    return {key: {"predicted": value, "measured": measured.get(key)} for key, value in told.items()}
 
 
 def order(task: Task, answers: list[Any], depth: int, excluded: set[str]) -> tuple[list[Record], list[bool]]:

@@ -172,14 +172,16 @@ def _latency(benchmark: str, records: Sequence[Record], command: str) -> Table:
 
     def cell(record: Record) -> Cell:
         t = record["time"]
-        text = f"{_ms(t['query_p50_s'])} / {_ms(t['query_p95_s'])} ms, {t['queries_per_s']:.3g}/s, {t['index_s']:.2g} s"
+        index = "reused" if t["index_s"] is None else f"{t['index_s']:.2g} s"
+        text = f"{_ms(t['query_p50_s'])} / {_ms(t['query_p95_s'])} ms, {t['queries_per_s']:.3g}/s, {index}"
         kept = ("query_p50_s", "query_p95_s", "query_p99_s", "queries_per_s", "index_s", "load_s")
         return Cell(text, {kind: t[kind] for kind in kept})
 
     notes = [
         f"median / 95th percentile of one query alone, over {_range(r['time']['sampled'] for r in done)} sampled "
         f"queries after {_range(r['time']['warmup'] for r in done)} warm-up queries; "
-        f"queries a second in batches of {_range(r['time']['batch'] for r in done)}; seconds to index",
+        f"queries a second in batches of {_range(r['time']['batch'] for r in done)}; seconds to index "
+        "(reused: taken from a cache, at least in part, and so no measurement)",
         f"queries: {_range(record['queries']['declared'] for record in records)}; CSV and JSON hold seconds; "
         f"no interval; compare only rows of one machine",
         f"made by: {command}",
@@ -194,9 +196,9 @@ def _ms(seconds: float) -> str:
 def _memory(benchmark: str, records: Sequence[Record], command: str) -> Table:
     def cell(record: Record) -> Cell:
         m = record["memory"]
-        text = f"{_bytes(m['index_bytes'])}, {_bytes(m['peak_rss_bytes'])}"
+        text = f"{human_bytes(m['index_bytes'])}, {human_bytes(m['peak_rss_bytes'])}"
         if m["device_peak_bytes"] is not None:
-            text += f", {_bytes(m['device_peak_bytes'])}"
+            text += f", {human_bytes(m['device_peak_bytes'])}"
         return Cell(text, m)
 
     notes = [
@@ -208,7 +210,7 @@ def _memory(benchmark: str, records: Sequence[Record], command: str) -> Table:
     return _grid(benchmark, records, "memory", cell, notes)
 
 
-def _bytes(count: int) -> str:
+def human_bytes(count: int) -> str:
     size = float(count)
     for unit in ("B", "kB", "MB"):
         if size < 1000:

@@ -1,0 +1,122 @@
+"""What the cells of a suite would take, told by each retriever from a short calibration, before any is computed."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from tabulate import tabulate
+
+from icr_bench.harness.cell import WARMUP
+from icr_bench.harness.display import Lines
+from icr_bench.harness.process import Limits, run_cell
+from icr_bench.harness.run import job_of, lay_out
+from icr_bench.harness.spec import Spec
+from icr_bench.harness.suite import Suite
+from icr_bench.harness.tables import human_bytes
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One cell: what it would take (None where its retriever cannot tell), and what stands in its way."""
+
+    benchmark: str
+    n: int
+    retriever: str
+    seed: int
+    asked: int  # queries put in all: warm-up, one by one, and in batches
+    estimate: dict[str, Any] | None
+    problem: str
+
+    @property
+    def seconds(self) -> float | None:
+        """For the whole cell, at most: queries in batches take less than one by one."""
+        if self.estimate is None:
+            return None
+        return float(self.estimate["index_s"] + self.asked * self.estimate["query_s"])
+
+
+def plan(suite: Suite, display: Lines) -> list[Planned]:
+    """Ask the retriever of every cell, each in a process of its own.
+
+    Raises:
+        UsageError, DataError, MissingExtra: if anything asked for cannot be had.
+    """
+    suite, answering, grid = lay_out(suite)
+    planned: list[Planned] = []
+    total = len(grid) * len(answering)
+    free = psutil.virtual_memory().available
+    with tempfile.TemporaryDirectory(prefix="icr-bench-plan-") as work:
+        for asked, seed, benchmark, n in grid:
+            task = benchmark.at(n)
+            for retriever in answering:
+                row = {"benchmark": asked.spec.row, "n": n, "retriever": retriever.spec.row, "seed": seed}
+                display.cell_started(row, len(planned) + 1, total)
+                job = job_of(suite, asked, task, retriever.spec, seed, plan=True)
+                log, limits = Path(work) / "log", Limits(suite.timeout, suite.memory_limit)
+                result = run_cell(job, Path(work), log, limits, display.cell_progress)
+                estimate = result.get("estimate")
+                problem = "" if result["status"] == "ok" else f"{result['status']}: {result['error']}"
+                cell = Planned(
+                    asked.spec.row,
+                    n,
+                    retriever.spec.row,
+                    seed,
+                    WARMUP + len(job["sample"]) + len(job["queries"]),
+                    estimate,
+                    problem,
+                )
+                planned.append(cell if problem or not estimate else _judged(cell, suite, free, retriever.spec))
+    return planned
+
+
+def _judged(cell: Planned, suite: Suite, free: int, retriever: Spec) -> Planned:
+    """The cell with what stands in its way, if it would exceed memory or time."""
+    assert cell.estimate is not None
+    peak, seconds = cell.estimate["peak_bytes"], cell.seconds or 0.0
+    problem = ""
+    if suite.memory_limit is not None and peak > suite.memory_limit:
+        problem = f"needs more than --memory-limit {human_bytes(suite.memory_limit)}"
+    elif suite.device == "cpu" and peak > free and "cache" not in retriever.options:
+        problem = f"does not fit: {human_bytes(free)} are free"
+    elif suite.timeout is not None and seconds > suite.timeout:
+        problem = f"takes longer than --timeout {suite.timeout:g}"
+    return Planned(cell.benchmark, cell.n, cell.retriever, cell.seed, cell.asked, cell.estimate, problem)
+
+
+def render(planned: Sequence[Planned]) -> str:
+    """As a table that ends with a line feed."""
+    head = ["benchmark", "N", "retriever", "seed", "tokens", "index", "FLOPs", "to index", "a query", "cell", "memory"]
+    body = []
+    for cell in planned:
+        told = cell.estimate
+        numbers = ["not told"] + [""] * 6
+        if told:
+            numbers = [
+                f"{told['tokens']:,}",
+                human_bytes(told["index_bytes"]),
+                f"{told['index_flops']:.2e}",
+                duration(told["index_s"]),
+                duration(told["query_s"]),
+                duration(cell.seconds or 0.0),
+                human_bytes(told["peak_bytes"]),
+            ]
+        body.append([cell.benchmark, f"{cell.n:,}", cell.retriever, cell.seed, *numbers, cell.problem])
+    notes = [
+        "cell: indexing and all queries one by one, which is more than a run takes, since it puts most in batches",
+        "not told: this retriever gives no estimate",
+    ]
+    drawn = tabulate(body, [*head, "problem"], tablefmt="github", disable_numparse=True)
+    return f"{drawn}\n\n" + "".join(f"- {note}\n" for note in notes)
+
+
+def duration(seconds: float) -> str:
+    """Such as ``0.2 ms``, ``14 s``, ``2.5 h``."""
+    for unit, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1000:.3g} ms"

@@ -1,0 +1,60 @@
+"""Models of a few thousand parameters with random weights, in Hugging Face's layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TinyModel = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """Make the folder of a model: ``tiny_model("qwen3", layers=4, seed=0, bos=None, **config)``; the same is reused."""
+    made: dict[str, Path] = {}
+
+    def make(family: str = "qwen3", layers: int = 4, seed: int = 0, bos: str | None = None, **config: Any) -> Path:
+        key = repr((family, layers, seed, bos, sorted(config.items())))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(family)
+            _write(made[key], family, layers, seed, bos, config)
+        return made[key]
+
+    return make
+
+
+def _write(folder: Path, family: str, layers: int, seed: int, bos: str | None, config: dict[str, Any]) -> None:
+    import torch
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([*alphabet, "Do", "Doc", "Ġ(", "li", "ke"])}
+    merges = [("D", "o"), ("Do", "c"), ("Ġ", "("), ("l", "i"), ("k", "e")]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), level])
+    tokenizer.decoder = decoders.ByteLevel()
+    names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    told = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    torch.manual_seed(seed)
+    settings = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.2,  # large enough that attention is not nearly uniform
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(settings | config)))
+    model.save_pretrained(folder)
