@@ -17,8 +17,8 @@ from icr_bench.retrievers.lm.attend import cache_folder, kernel_name
 from icr_bench.retrievers.lm.backbone import Backbone, load_backbone
 from icr_bench.retrievers.lm.cache import CorpusCache, Progress, prefill
 from icr_bench.retrievers.lm.calibrate import estimate
-from icr_bench.retrievers.lm.corpus import Corpus, ask_in_groups, spans
-from icr_bench.retrievers.lm.engine import Config, Engine, check_layer, finite, head_scores, scoring_rows
+from icr_bench.retrievers.lm.corpus import Corpus, ask_in_groups, open_with, spans
+from icr_bench.retrievers.lm.engine import Config, Engine, Readout, check_layer, finite, head_scores, scoring_rows
 from icr_bench.retrievers.lm.prompt import DIGITS, Block, Prompt, PromptSettings, Tokenizer, draw_codes, with_given
 from icr_bench.retrievers.top import top_k
 from icr_bench.retrievers.weights import CacheFolder, Model, identify
@@ -112,12 +112,13 @@ class Attention(Retriever):
         texts = [document.text for document in documents]
         blocks = list(self._prompt.documents(texts, [0] * len(texts)))
         asked = [self._prompt.query(query) for query in queries]
-        return estimate(self._loaded().backbone, Config(), blocks, asked, ())
+        return estimate(self._loaded().backbone, Config(), blocks, asked, (), len(self._prompt.opening))
 
     def index(self, documents: Sequence[Document]) -> None:
         backbone = self._loaded().backbone
         self._prompt = self._corpus.fill(backbone, self._words, self._settings, None, documents, self.progress)
         self.index_reused = self._corpus.reused > 0
+        self._opening = open_with(self._loaded(), self._corpus.cache, self._prompt)
 
     def search(self, queries: Sequence[str], k: int) -> list[Ranking]:
         if not len(self._corpus.cache):
@@ -125,8 +126,8 @@ class Attention(Retriever):
         return ask_in_groups([self._prompt.query(query) for query in queries], lambda blocks: self._ask(blocks, k))
 
     def _ask(self, blocks: Sequence[Block], k: int) -> list[Ranking]:
-        layer, heads = self._readout
-        state = self._loaded().query_pass(self._corpus.cache, blocks, (layer, "content", heads))
+        readout = Readout(self._readout[0], "content", self._readout[1])
+        state = self._loaded().query_pass(self._corpus.cache, blocks, readout, opening=self._opening)
         assert state.scores is not None
         return [top_k(row, k) for row in state.scores.cpu().numpy()]
 
@@ -188,7 +189,7 @@ def calibrate(
     for begin in range(0, len(questions), 32):
         asked = [prompt.query(question) for question in questions[begin : begin + 32]]
 
-        def observe(layer: int, q: Tensor, asked: Sequence[Block] = asked, begin: int = begin) -> None:
+        def observe(layer: int, hidden: Tensor, q: Tensor, asked: Sequence[Block] = asked, begin: int = begin) -> None:
             rows, owner = scoring_rows(asked, "content", q)
             for shard in cache.shards:
                 found = head_scores(backbone, shard, layer, rows, every)  # (n, R, H)

@@ -16,9 +16,9 @@ from icr_bench.retrievers.base import Document, Estimate, Ranking, Retriever
 from icr_bench.retrievers.lm.attend import kernel_name
 from icr_bench.retrievers.lm.backbone import load_backbone, same_fraction
 from icr_bench.retrievers.lm.calibrate import estimate
-from icr_bench.retrievers.lm.corpus import Corpus, ask_in_groups, spans
+from icr_bench.retrievers.lm.corpus import Corpus, ask_in_groups, open_with, spans
 from icr_bench.retrievers.lm.decode import Beam, Codes, search
-from icr_bench.retrievers.lm.engine import Config, Engine, Routing, Tokens, check_layer
+from icr_bench.retrievers.lm.engine import Config, Engine, Readout, Routing, Tokens, check_layer
 from icr_bench.retrievers.lm.prompt import DIGITS, Block, Prompt, PromptSettings, check_digits, digits_for, with_given
 from icr_bench.retrievers.top import top_k
 from icr_bench.retrievers.weights import CacheFolder, Model
@@ -146,7 +146,7 @@ class BlockSearch(Retriever):
         digits = self._digits or digits_for(len(texts))
         beams = [min(self._beam.per_step**length, self._beam.width, len(texts)) for length in range(1, digits)]
         passes = () if self._readout == "attention" else beams
-        return estimate(engine.backbone, engine.config, blocks, asked, passes)
+        return estimate(engine.backbone, engine.config, blocks, asked, passes, len(self._prompt.opening))
 
     def index(self, documents: Sequence[Document]) -> None:
         engine = self._loaded()
@@ -158,6 +158,7 @@ class BlockSearch(Retriever):
         self.index_reused = self._corpus.reused > 0
         cache = self._corpus.cache
         self._tree = Codes(cache.codes, cache.digits, engine.backbone.device)
+        self._opening = open_with(engine, cache, self._prompt)
 
     def search(self, queries: Sequence[str], k: int) -> list[Ranking]:
         if self._tree is None:
@@ -168,10 +169,11 @@ class BlockSearch(Retriever):
         engine, tree, cache = self._loaded(), self._tree, self._corpus.cache
         assert tree is not None
         if self._readout == "attention":
-            state = engine.query_pass(cache, blocks, (self._layer, self._readout_tokens, self._heads))
+            readout = Readout(self._layer, self._readout_tokens, self._heads)
+            state = engine.query_pass(cache, blocks, readout, opening=self._opening)
             assert state.scores is not None
             return [top_k(row, k) for row in state.scores.cpu().numpy()]
-        state = engine.query_pass(cache, blocks)
+        state = engine.query_pass(cache, blocks, opening=self._opening)
         found, scores = search(engine, cache, tree, state, self._words.digits, self._beam.at_least(k))
         rankings = []
         for numbers, logs in zip(found.tolist(), scores.tolist(), strict=True):

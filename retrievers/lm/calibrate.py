@@ -24,7 +24,12 @@ CACHE_TOKENS = 16_384
 
 
 def estimate(
-    backbone: Backbone, config: Config, blocks: Sequence[Block], queries: Sequence[Block], passes: Sequence[int]
+    backbone: Backbone,
+    config: Config,
+    blocks: Sequence[Block],
+    queries: Sequence[Block],
+    passes: Sequence[int],
+    opening: int,
 ) -> Estimate:
     """The cost of holding documents and of one query.
 
@@ -32,6 +37,7 @@ def estimate(
         blocks: the documents.
         queries: some queries, whose mean length counts.
         passes: beams of each digit pass after the query pass.
+        opening: tokens of each query that are computed once for all.
     """
     lengths = [len(block) for block in blocks]
     tokens, n = sum(lengths), len(blocks)
@@ -43,7 +49,7 @@ def estimate(
     seconds = _fastest(lambda: list(prefill(backbone, short, range(len(short))))) / sum(map(len, short))
     index_s = tokens * seconds
     attention_flops = 4 * backbone.heads * backbone.head_dim * backbone.depth * sum(x * x / 2 for x in lengths)
-    rows = round(sum(map(len, queries)) / len(queries))
+    rows = max(round(sum(map(len, queries)) / len(queries)) - opening, 1)
     query_s = 0.0
     kept = min(config.routing.keep, n) / n if config.routing else 1.0
     for number, beams in enumerate([rows, *passes]):

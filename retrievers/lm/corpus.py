@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from icr_bench.retrievers.base import Document, Ranking
 from icr_bench.retrievers.lm.backbone import Backbone
 from icr_bench.retrievers.lm.cache import BATCH_TOKENS, CorpusCache, Progress, Shard, prefill
 from icr_bench.retrievers.lm.disk import DiskCache, Held
+from icr_bench.retrievers.lm.engine import Engine, Opening
 from icr_bench.retrievers.lm.prompt import (
     Block,
     Prompt,
@@ -100,9 +100,9 @@ class Corpus:
     def _disk(self, backbone: Backbone, prompt: Prompt) -> DiskCache | None:
         if self._folder is None:
             return None
-        settings = asdict(prompt.settings) | {"before": "", "after": ""}  # a query's wording changes no document
-        told = [identify(self._model), settings, prompt.shown()["block_ids"], prompt.digits, self._kind, self._seed]
-        told += [str(backbone.dtype), torch.__version__]
+        blocks = prompt.shown()["block_ids"]
+        told = [identify(self._model), prompt.settings.cap, blocks, prompt.digits, self._kind, self._seed]
+        told += [backbone.depth, str(backbone.dtype), torch.__version__]
         key = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:24]
         return DiskCache(self._folder, key, self._limit)
 
@@ -165,6 +165,11 @@ def batch_bytes(backbone: Backbone) -> int:
     config = backbone.config
     row: int = 6 * config.hidden_size + 3 * config.intermediate_size
     return BATCH_TOKENS * row * 4
+
+
+def open_with(engine: Engine, cache: CorpusCache, prompt: Prompt) -> Opening | None:
+    """The pass over this corpus that all queries share."""
+    return engine.opening_pass(cache, prompt.opening) if prompt.opening else None
 
 
 def ask_in_groups(blocks: Sequence[Block], ask: Callable[[Sequence[Block]], list[Ranking]]) -> list[Ranking]:

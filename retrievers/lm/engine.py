@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -61,6 +61,25 @@ class Config:
     routing: Routing | None = None
 
 
+@dataclass(frozen=True)
+class Readout:
+    """Which heads of a layer score documents, by which tokens of a query."""
+
+    layer: int
+    tokens: Tokens
+    heads: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The first tokens of every query, which all queries share, after one pass over the corpus."""
+
+    length: int
+    keys: list[Tensor]  # per layer (K, length, D)
+    values: list[Tensor]
+    hidden: Tensor | None  # (length, width) that enter the first layer above routing; None without routing
+
+
 @dataclass
 class Queries:
     """A batch of queries after their pass: all that the digit passes need."""
@@ -97,45 +116,80 @@ class Engine:
             if config.routing.keep < 1:
                 raise ValueError(f"routing must keep 1 document or more, got {config.routing.keep}")
 
+    def opening_pass(self, cache: CorpusCache, ids: Sequence[int]) -> Opening:
+        """Run the tokens that open every query over the corpus, so that no query needs to do it again.
+
+        They do not see what follows them. Above a routing layer they see the query's own shortlist, so that there they
+        join each query again.
+        """
+        routing = self.config.routing
+        plain = Engine(self.backbone, replace(self.config, routing=None), self.offset)
+        entering: list[Tensor] = []
+
+        def observe(layer: int, hidden: Tensor, q: Tensor) -> None:
+            if routing and layer == routing.layer + 1:
+                entering.append(hidden)
+
+        state = plain.query_pass(cache, [Block(list(ids), len(ids), len(ids))], observe=observe)
+        keys, values = ([x[0] for x in own] for own in (state.keys, state.values))
+        return Opening(len(ids), keys, values, entering[0] if entering else None)
+
     @torch.inference_mode()
     def query_pass(
         self,
         cache: CorpusCache,
         blocks: Sequence[Block],
-        readout: tuple[int, Tokens, Sequence[int]] | None = None,
-        observe: Callable[[int, Tensor], None] = lambda layer, q: None,
+        readout: Readout | None = None,
+        observe: Callable[[int, Tensor, Tensor], None] = lambda layer, hidden, q: None,
+        opening: Opening | None = None,
     ) -> Queries:
         """Run queries over the corpus up to the token before the first digit.
 
         Args:
-            readout: layer, tokens and heads whose MaxSim scores all documents; the pass then stops at that layer.
-            observe: told each layer's number and the queries (R, H, D) of all tokens of all blocks, in order.
+            readout: whose MaxSim scores all documents; the pass then stops at that layer.
+            observe: told each layer's number, and of all rows (those of all blocks, in order, without an opening) the
+                hidden states that enter it, (R, width), and the queries (R, H, D).
+            opening: what `opening_pass` made of the tokens that all blocks begin with.
         """
         backbone, routing = self.backbone, self.config.routing
         device = backbone.device
+        if readout and readout.tokens == "content":  # nothing after a query's own text is read
+            least = opening.length + 1 if opening else 1
+            blocks = [replace(block, ids=block.ids[: max(block.after, least)]) for block in blocks]
         lengths = torch.tensor([len(block) for block in blocks], device=device)
         width = int(lengths.max())
-        row_of = torch.repeat_interleave(torch.arange(len(blocks), device=device), lengths)
-        place = torch.arange(len(row_of), device=device) - (lengths.cumsum(0) - lengths)[row_of]
-        every_row, last = torch.arange(len(row_of), device=device), lengths.cumsum(0) - 1
-        hidden = backbone.embed_tokens(torch.tensor([i for block in blocks for i in block.ids], device=device))
+        first = opening.length if opening else 0
+        row_of, place, last = _rows(lengths, first)
+        hidden = backbone.embed_tokens(torch.tensor([i for b in blocks for i in b.ids[first:]], device=device))
         cos, sin = backbone.rotation(place + self.offset)
         state = Queries(lengths, [], [], None, None, None)
         for number, layer in enumerate(backbone.stack()):
+            if opening and opening.hidden is not None and routing and number == routing.layer + 1:
+                fresh = hidden
+                row_of, place, last = _rows(lengths, 0)
+                hidden = fresh.new_empty(len(row_of), fresh.shape[1])
+                hidden[place >= first], hidden[place < first] = fresh, opening.hidden.repeat(len(blocks), 1)
+                cos, sin = backbone.rotation(place + self.offset)
+                first = 0
             q, k, v = layer.project(hidden, cos, sin)
             for kept, new in ((state.keys, k), (state.values, v)):
                 padded = new.new_zeros((len(blocks), width, *new.shape[1:]))
                 padded[row_of, place] = new
+                if opening and first:
+                    shared = opening.keys if kept is state.keys else opening.values
+                    padded[:, :first] = shared[number].transpose(0, 1)
                 kept.append(padded.transpose(1, 2))
-            observe(number, q)
-            if readout and number == readout[0]:
-                state.scores = self._document_scores(cache, q, blocks, *readout)
+            observe(number, hidden, q)
+            if readout and number == readout.layer:
+                state.scores = self._document_scores(cache, q, blocks, first, readout)
                 return state
             if routing and number == routing.layer:
-                heads = range(backbone.heads)
-                scores = self._document_scores(cache, q, blocks, number, routing.tokens, heads)
-                state.shortlists = shortlists(cache, scores, routing.keep)
-            rows, rows_of, slot = every_row, row_of, place
+                every = Readout(number, routing.tokens, tuple(range(backbone.heads)))
+                state.shortlists = shortlists(
+                    cache, self._document_scores(cache, q, blocks, first, every), routing.keep
+                )
+            rows: Tensor | slice = slice(None)
+            rows_of, slot = row_of, place - first
             if number == backbone.depth - 1:  # of the last layer only the last tokens are read
                 rows, rows_of = last, torch.arange(len(blocks), device=device)
                 slot = torch.zeros_like(rows_of)
@@ -276,7 +330,7 @@ class Engine:
         return merge([(query_part[0], query_part[1]), (digit_part[0], digit_part[1])])
 
     def _document_scores(
-        self, cache: CorpusCache, q: Tensor, blocks: Sequence[Block], layer: int, tokens: Tokens, heads: Sequence[int]
+        self, cache: CorpusCache, q: Tensor, blocks: Sequence[Block], first: int, readout: Readout
     ) -> Tensor:
         """(Q, N): the sum over heads, and over the query's scoring tokens, of the best product with a text token.
 
@@ -284,22 +338,34 @@ class Engine:
         so that a head which prefers them would give every document the same score (facts, section 8).
         """
         scores = torch.zeros(len(blocks), len(cache), device=q.device)
-        rows, owner = scoring_rows(blocks, tokens, q)
+        rows, owner = scoring_rows(blocks, readout.tokens, q, first)
         for shard in cache.shards:
-            found = head_scores(self.backbone, shard, layer, rows, heads).sum(-1)  # (n, R)
+            found = head_scores(self.backbone, shard, readout.layer, rows, readout.heads).sum(-1)  # (n, R)
             per_query = torch.zeros(len(blocks), len(found), device=q.device)
             scores[:, shard.documents] = per_query.index_add_(0, owner, found.T)
         return finite(scores)
 
 
-def scoring_rows(blocks: Sequence[Block], tokens: Tokens, q: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows (R, H, D) of the tokens that score documents, and which query each belongs to, (R,)."""
+def _rows(lengths: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the tokens from ``first`` on of queries of these lengths: the query of each row, its place there, and the row
+    of each query's last token."""
+    counts = lengths - first
+    row_of = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), counts)
+    place = torch.arange(len(row_of), device=lengths.device) - (counts.cumsum(0) - counts)[row_of] + first
+    return row_of, place, counts.cumsum(0) - 1
+
+
+def scoring_rows(blocks: Sequence[Block], tokens: Tokens, q: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+    """The rows (R, H, D) of the tokens that score documents, and which query each belongs to, (R,).
+
+    ``q`` holds the tokens from ``first`` on of every block, in order.
+    """
     chosen, owners, at = list[int](), list[int](), 0
     for query, block in enumerate(blocks):
         places = range(block.text, block.after) if tokens == "content" else range(len(block) - 1, len(block))
-        chosen += [at + place for place in places]
+        chosen += [at + place - first for place in places]
         owners += [query] * len(places)
-        at += len(block)
+        at += len(block) - first
     return q[chosen], torch.tensor(owners, dtype=torch.long, device=q.device)
 
 

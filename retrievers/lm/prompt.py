@@ -147,6 +147,11 @@ class Prompt:
         head = [self.tokenizer.start, *self._before]
         return Block([*head, *ids, *self._after], len(head), len(head) + len(ids))
 
+    @property
+    def opening(self) -> list[int]:
+        """The tokens that every query begins with; none where a query could be no more than these."""
+        return [self.tokenizer.start, *self._before] if self._after else []
+
     def shown(self) -> dict[str, Any]:
         """First and last token ids of a block and a query, for the record: a doubled or missing bos shows there."""
         block = next(self.documents(["text"], [0])).ids
