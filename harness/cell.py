@@ -60,7 +60,7 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
     retriever.progress = lambda done, total: report("index", int(done), int(total))  # type: ignore[method-assign]
     retriever.load()
     loaded = time.perf_counter() - start
-    texts, tokens, truncated = cut(retriever, job["documents"], job["max_tokens"])
+    texts, lengths, shortened = cut(retriever, job["documents"], job["max_tokens"])
     documents = [Document(number, text) for number, text in enumerate(texts)]
     queries, depth = job["queries"], job["depth"]
     query_tokens = sum(len(spans) for spans in retriever.token_spans(queries))
@@ -68,6 +68,9 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
     if estimate is not None and not isinstance(estimate, Estimate):
         raise TypeError(f"estimate must return an Estimate or None, got {type(estimate).__name__}")
     told = asdict(estimate) if estimate else None
+    for name, value in (told or {}).items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise ValueError(f"estimate: {name} must be a finite number of 0 or more, got {value!r}")
     if job["plan"]:
         return {"status": "ok", "estimate": told, "memory": {}}
 
@@ -75,6 +78,7 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
     start = time.perf_counter()
     retriever.index(documents)
     indexed = time.perf_counter() - start
+    most = math.inf if retriever.max_tokens is None else retriever.max_tokens
 
     def ask(texts: Sequence[str]) -> list[Ranking]:
         return retriever.search(texts, depth)
@@ -119,31 +123,29 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
             "batch": BATCH,
         },
         "memory": {"index_bytes": int(retriever.index_bytes())},
-        "tokens": {"unit": retriever.tokenizer, "documents": tokens, "queries": query_tokens},
-        "truncated": truncated,
+        "tokens": {
+            "unit": retriever.tokenizer,
+            "documents": sum(min(length, most) for length in lengths),
+            "queries": query_tokens,
+        },
+        "truncated": sum(over or length > most for length, over in zip(lengths, shortened, strict=True)),
         "estimate": told,
     }
 
 
-def cut(retriever: Retriever, texts: list[str], max_tokens: int | None) -> tuple[list[str], int, int]:
-    """Texts cut to ``max_tokens`` of the retriever's tokenizer.
-
-    Returns:
-        The texts, their tokens in all after cutting, and how many documents are not read whole, be it for
-        ``max_tokens`` or for the retriever's own limit.
-    """
+def cut(retriever: Retriever, texts: list[str], max_tokens: int | None) -> tuple[list[str], list[int], list[bool]]:
+    """Texts cut to ``max_tokens`` of the retriever's tokenizer, their tokens after that, and whether each was cut."""
     kept: list[str] = []
-    tokens = truncated = 0
-    limit = min((m for m in (max_tokens, retriever.max_tokens) if m is not None), default=None)
+    lengths: list[int] = []
+    shortened: list[bool] = []
     for begin in range(0, len(texts), 256):
         batch = texts[begin : begin + 256]
         for text, spans in zip(batch, retriever.token_spans(batch), strict=True):
-            length = len(spans) if limit is None else min(len(spans), limit)
-            truncated += length < len(spans)
-            tokens += length
             over = max_tokens is not None and max_tokens < len(spans)
+            lengths.append(max_tokens if over and max_tokens else len(spans))
+            shortened.append(over)
             kept.append(text[: spans[max_tokens - 1][1]] if over and max_tokens else text)
-    return kept, tokens, truncated
+    return kept, lengths, shortened
 
 
 def check(rankings: Any, queries: int, documents: int, depth: int) -> list[Ranking]:

@@ -118,7 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MissingExtra as error:
         return _fail(error, EXTRA)
     except KeyboardInterrupt:
-        print("icr-bench: interrupted; finished cells are kept, the same command goes on from there", file=sys.stderr)
+        kept = "; finished cells are kept, the same command goes on from there" if options.command == "run" else ""
+        print(f"icr-bench: interrupted{kept}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone, as with `| head`

@@ -60,7 +60,7 @@ def plan(suite: Suite, display: Lines) -> list[Planned]:
                 log, limits = Path(work) / "log", Limits(suite.timeout, suite.memory_limit)
                 result = run_cell(job, Path(work), log, limits, display.cell_progress)
                 estimate = result.get("estimate")
-                problem = "" if result["status"] == "ok" else f"{result['status']}: {result['error']}"
+                problem = "" if result["status"] == "ok" else f"{result['status']}: {result['error'].splitlines()[0]}"
                 cell = Planned(
                     asked.spec.row,
                     n,
@@ -81,7 +81,7 @@ def _judged(cell: Planned, suite: Suite, free: int, retriever: Spec) -> Planned:
     problem = ""
     if suite.memory_limit is not None and peak > suite.memory_limit:
         problem = f"needs more than --memory-limit {human_bytes(suite.memory_limit)}"
-    elif suite.device == "cpu" and peak > free and "cache" not in retriever.options:
+    elif not suite.device.startswith("cuda") and peak > free and "cache" not in retriever.options:
         problem = f"does not fit: {human_bytes(free)} are free"
     elif suite.timeout is not None and seconds > suite.timeout:
         problem = f"takes longer than --timeout {suite.timeout:g}"

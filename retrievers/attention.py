@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Sequence
@@ -17,9 +18,27 @@ from icr_bench.retrievers.lm.attend import cache_folder, kernel_name
 from icr_bench.retrievers.lm.backbone import Backbone, load_backbone
 from icr_bench.retrievers.lm.cache import CorpusCache, Progress, prefill
 from icr_bench.retrievers.lm.calibrate import estimate
-from icr_bench.retrievers.lm.corpus import Corpus, ask_in_groups, open_with, spans
-from icr_bench.retrievers.lm.engine import Config, Engine, Readout, check_layer, finite, head_scores, scoring_rows
-from icr_bench.retrievers.lm.prompt import DIGITS, Block, Prompt, PromptSettings, Tokenizer, draw_codes, with_given
+from icr_bench.retrievers.lm.corpus import Corpus, ask_in_groups, spans
+from icr_bench.retrievers.lm.engine import (
+    Config,
+    Engine,
+    Readout,
+    check_heads,
+    check_layer,
+    finite,
+    head_scores,
+    scoring_rows,
+)
+from icr_bench.retrievers.lm.prompt import (
+    DIGITS,
+    Block,
+    Prompt,
+    PromptSettings,
+    Tokenizer,
+    digits_for,
+    draw_codes,
+    with_given,
+)
 from icr_bench.retrievers.top import top_k
 from icr_bench.retrievers.weights import CacheFolder, Model, identify
 
@@ -86,39 +105,42 @@ class Attention(Retriever):
             check_layer("layer", self._layer, backbone.depth)
             self._chosen_by, layer = "given", self._layer
             heads = tuple(range(backbone.heads)) if self._heads is None else self._heads
-            check_heads(heads, backbone.heads)
+            check_heads("heads", heads, backbone.heads)
         backbone.cut(layer + 1)
         self._readout = layer, heads
         self._engine = Engine(backbone, Config(), self._settings.offset)
         self._prompt = Prompt(self._words, self._settings, DIGITS)
-        self.max_tokens = self._prompt.text_tokens
 
     def _choose(self, backbone: Backbone) -> tuple[str, int, tuple[int, ...]]:
         if shipped := SHIPPED.get(shape(backbone)):
             return f"calibrated defaults of {shipped[0]}", shipped[1], shipped[2]
-        file = cache_folder() / "attention" / f"{identify(self._model).rpartition(':')[2]}.json"
+        told = [identify(self._model), asdict(self._settings), PEOPLE, LIKES, QUESTIONS]
+        name = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:24]
+        file = cache_folder() / "attention" / f"{name}.json"
         if file.is_file():
             kept = json.loads(file.read_text(encoding="utf-8"))
             return f"calibration in {file}", int(kept["layer"]), tuple(kept["heads"])
         layer, heads, reached = calibrate(backbone, self._words, self._settings, self.progress)
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(".partial")
-        told = {"model": self._model, "layer": layer, "heads": heads, "reciprocal_rank": reached}
-        partial.write_text(json.dumps(told) + "\n", encoding="utf-8")
+        kept = {"model": self._model, "layer": layer, "heads": heads, "reciprocal_rank": reached}
+        partial.write_text(json.dumps(kept) + "\n", encoding="utf-8")
         partial.replace(file)
         return f"calibration kept in {file}", layer, heads
 
     def estimate(self, documents: Sequence[Document], queries: Sequence[str]) -> Estimate | None:
-        texts = [document.text for document in documents]
-        blocks = list(self._prompt.documents(texts, [0] * len(texts)))
-        asked = [self._prompt.query(query) for query in queries]
-        return estimate(self._loaded().backbone, Config(), blocks, asked, (), len(self._prompt.opening))
+        backbone = self._loaded().backbone
+        prompt = Prompt(self._words, self._settings, digits_for(len(documents)))
+        blocks = list(prompt.documents([document.text for document in documents], [0] * len(documents)))
+        asked = [prompt.query(query) for query in queries]
+        return estimate(backbone, Config(), blocks, asked, (), len(prompt.opening))
 
     def index(self, documents: Sequence[Document]) -> None:
         backbone = self._loaded().backbone
         self._prompt = self._corpus.fill(backbone, self._words, self._settings, None, documents, self.progress)
         self.index_reused = self._corpus.reused > 0
-        self._opening = open_with(self._loaded(), self._corpus.cache, self._prompt)
+        self.max_tokens = self._prompt.text_tokens
+        self._opening = self._loaded().opening_pass(self._corpus.cache, self._prompt.opening)
 
     def search(self, queries: Sequence[str], k: int) -> list[Ranking]:
         if not len(self._corpus.cache):
@@ -160,11 +182,6 @@ def shape(backbone: Backbone) -> tuple[str, int, int, int, int, int]:
     config = backbone.config
     kind: str = config.model_type
     return kind, backbone.depth, config.hidden_size, backbone.heads, backbone.kv_heads, config.vocab_size
-
-
-def check_heads(heads: Sequence[int], there: int) -> None:
-    if not heads or len(set(heads)) < len(heads) or not all(0 <= head < there for head in heads):
-        raise ValueError(f"heads {'+'.join(map(str, heads))}: expected different ones of 0 to {there - 1}")
 
 
 def calibrate(

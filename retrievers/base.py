@@ -53,7 +53,7 @@ class Retriever(ABC):
     """
 
     tokenizer: str = "whitespace"  # names what `token_spans` counts, for the record
-    max_tokens: int | None = None  # tokens of a document beyond this are not read; known after `load`
+    max_tokens: int | None = None  # tokens of a document beyond this are not read; known after `index`
     index_reused: bool = False  # whether the last `index` took work from a cache, so that its time measures nothing
 
     def progress(self, done: int, total: int) -> None:  # noqa: B027 - nobody is watching

@@ -16,9 +16,9 @@ from icr_bench.retrievers.base import Document, Estimate, Ranking, Retriever
 from icr_bench.retrievers.lm.attend import kernel_name
 from icr_bench.retrievers.lm.backbone import load_backbone, same_fraction
 from icr_bench.retrievers.lm.calibrate import estimate
-from icr_bench.retrievers.lm.corpus import Corpus, ask_in_groups, open_with, spans
+from icr_bench.retrievers.lm.corpus import Corpus, ask_in_groups, spans
 from icr_bench.retrievers.lm.decode import Beam, Codes, search
-from icr_bench.retrievers.lm.engine import Config, Engine, Readout, Routing, Tokens, check_layer
+from icr_bench.retrievers.lm.engine import Config, Engine, Readout, Routing, Tokens, check_heads, check_layer
 from icr_bench.retrievers.lm.prompt import DIGITS, Block, Prompt, PromptSettings, check_digits, digits_for, with_given
 from icr_bench.retrievers.top import top_k
 from icr_bench.retrievers.weights import CacheFolder, Model
@@ -131,22 +131,23 @@ class BlockSearch(Retriever):
         self._engine = Engine(backbone, config, self._settings.offset)
         self._untrained = sorted(name for name in self._scalars if name not in carried)
         self._layer = middle if self._readout_layer is None else self._readout_layer
+        check_layer("routing_layer", middle, depth)
         check_layer("readout_layer", self._layer, depth)
         self._heads = tuple(range(backbone.heads)) if self._readout_heads is None else self._readout_heads
-        if beyond := [head for head in self._heads if not 0 <= head < backbone.heads]:
-            raise ValueError(f"readout_heads: head {beyond[0]}: the model has heads 0 to {backbone.heads - 1}")
+        check_heads("readout_heads", self._heads, backbone.heads)
         self._prompt = Prompt(self._words, self._settings, self._digits or DIGITS)
-        self.max_tokens = self._prompt.text_tokens
 
     def estimate(self, documents: Sequence[Document], queries: Sequence[str]) -> Estimate | None:
         engine = self._loaded()
         texts = [document.text for document in documents]
-        blocks = list(self._prompt.documents(texts, [0] * len(texts)))
-        asked = [self._prompt.query(query) for query in queries]
         digits = self._digits or digits_for(len(texts))
+        check_digits(len(texts), digits)
+        prompt = Prompt(self._words, self._settings, digits)
+        blocks = list(prompt.documents(texts, [0] * len(texts)))
+        asked = [prompt.query(query) for query in queries]
         beams = [min(self._beam.per_step**length, self._beam.width, len(texts)) for length in range(1, digits)]
         passes = () if self._readout == "attention" else beams
-        return estimate(engine.backbone, engine.config, blocks, asked, passes, len(self._prompt.opening))
+        return estimate(engine.backbone, engine.config, blocks, asked, passes, len(prompt.opening))
 
     def index(self, documents: Sequence[Document]) -> None:
         engine = self._loaded()
@@ -156,9 +157,10 @@ class BlockSearch(Retriever):
             engine.backbone, self._words, self._settings, self._digits, documents, self.progress
         )
         self.index_reused = self._corpus.reused > 0
+        self.max_tokens = self._prompt.text_tokens
         cache = self._corpus.cache
         self._tree = Codes(cache.codes, cache.digits, engine.backbone.device)
-        self._opening = open_with(engine, cache, self._prompt)
+        self._opening = engine.opening_pass(cache, self._prompt.opening)
 
     def search(self, queries: Sequence[str], k: int) -> list[Ranking]:
         if self._tree is None:
@@ -219,12 +221,26 @@ def _carried(path: Path) -> dict[str, Any]:
     file = path / EXTRAS
     if not file.is_file():
         return {}
-    carried: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    known = {"prompt", "routing_layer", "ssmax", "sink"}
-    if unknown := carried.keys() - known:
-        raise ValueError(f"{file}: {sorted(unknown)[0]!r} is not known; expected {', '.join(sorted(known))}")
-    if unknown := carried.get("prompt", {}).keys() - {field.name for field in fields(PromptSettings)}:
-        raise ValueError(f"{file}: prompt: {sorted(unknown)[0]!r} is not known")
+    try:
+        carried: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        for name, value in carried.items():
+            if name == "prompt":
+                PromptSettings(**value)
+                fine = all(
+                    type(value[field.name]).__name__ == field.type
+                    for field in fields(PromptSettings)
+                    if field.name in value
+                )
+            elif name == "routing_layer":
+                fine = type(value) is int
+            elif name in ("ssmax", "sink"):
+                fine = all(type(scalar) in (int, float) for scalar in value)
+            else:
+                raise ValueError(f"{name!r} is not known; expected prompt, routing_layer, ssmax or sink")
+            if not fine:
+                raise ValueError(f"{name} is {value!r:.80}")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file}: {error}") from None
     return carried
 
 

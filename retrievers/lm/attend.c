@@ -90,9 +90,10 @@ void attend(const float *q, const element *keys, const element *values, long str
                 block(q + head * rows * HEAD_DIM, keys + at, values + at, size, rows, mine, top, sum);
             }
         for (long r = 0; r < rows; r++) {
+            float share = sum[r] > 0 ? 1 / sum[r] : 0; /* a group may hold no token */
             for (int d = 0; d < HEAD_DIM; d++)
-                mine[r * HEAD_DIM + d] /= sum[r];
-            lse[task * rows + r] = top[r] + logf(sum[r]);
+                mine[r * HEAD_DIM + d] *= share;
+            lse[task * rows + r] = sum[r] > 0 ? top[r] + logf(sum[r]) : top[r];
         }
     }
 }

@@ -185,8 +185,11 @@ def compiled(head_dim: int, dtype: torch.dtype) -> Kernel | None:
     """The compiled kernel; None where there is no C compiler with OpenMP, or no kernel for the type or size."""
     if head_dim % 8 or dtype not in (torch.float32, torch.bfloat16):
         return None
-    library = _build(head_dim, dtype)
-    return Kernel(library) if library else None
+    try:
+        library = _build(head_dim, dtype)
+        return Kernel(library) if library else None
+    except OSError:  # the user's cache cannot be written to, or what it holds may not be executed
+        return None
 
 
 def _build(head_dim: int, dtype: torch.dtype) -> Path | None:

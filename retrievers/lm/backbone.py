@@ -183,12 +183,15 @@ def frequencies(config: Any) -> tuple[Tensor, float]:
     kind, size = rope.get("rope_type", "default"), head_dim(config)
     if kind not in ROPE or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModel(f"rotary embedding {kind!r} ({rope}); expected one of {', '.join(ROPE)}, not partial")
-    plain = 1.0 / (rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size))
+    with torch.device("cpu"):
+        steps = torch.arange(0, size, 2, dtype=torch.int64).float()
+    plain = 1.0 / (rope["rope_theta"] ** (steps / size))
     if kind == "default":
         return plain, 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    scaled, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    with torch.device("cpu"):  # a backbone is laid out without memory for its parameters; these numbers are real
+        scaled, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return scaled, float(factor)
 
 
@@ -212,12 +215,14 @@ def load_backbone(model: str, device: str = "cpu", dtype: str = "float32") -> tu
 
         config, tensors, tokenizer = read_gguf(path)
     else:
-        config, tensors, tokenizer = _read_folder(path)
-    with torch.device("meta"):
-        backbone = Backbone(config)
-    backbone._frequencies, backbone._scaling = frequencies(config)
+        config, tensors, tokenizer = _read_folder(path, model)
+    try:
+        with torch.device("meta"):
+            backbone = Backbone(config)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{path}: {error}") from None
     named = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings and "embed_tokens.weight" in named:
         named["lm_head.weight"] = named["embed_tokens.weight"]
     expected = dict(backbone.state_dict())
     named = {name: tensor for name, tensor in named.items() if not name.endswith("rotary_emb.inv_freq")}
@@ -248,13 +253,18 @@ def fetch(model: str) -> Path:
     if path.is_file():
         raise UnsupportedModel(f"{model}: neither a folder nor a .gguf file")
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
 
     # Never *.bin or *.py: nothing is unpickled and no code of a model's author runs.
-    wanted = ["*.json", "*.safetensors", "merges.txt", "vocab.txt"]
-    return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+    wanted, spare = ["*.json", "model*.safetensors", "merges.txt", "vocab.txt"], ["original/*"]
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=spare))
+    except HFValidationError:
+        raise OSError(f"{model}: neither a local folder or .gguf file nor a hub id (org/name)") from None
 
 
-def _read_folder(folder: Path) -> tuple[Any, dict[str, Tensor], Any]:
+def _read_folder(folder: Path, name: str) -> tuple[Any, dict[str, Tensor], Any]:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoTokenizer
 
@@ -266,15 +276,24 @@ def _read_folder(folder: Path) -> tuple[Any, dict[str, Tensor], Any]:
     if kind not in FAMILIES:
         raise UnsupportedModel(f"{folder}: model type {kind!r}; expected one of {', '.join(FAMILIES)}")
     files = sorted(folder.glob("*.safetensors"))
-    if index := sorted(folder.glob("*.safetensors.index.json")):
+    if (folder / "model.safetensors").is_file():  # some folders hold the same weights in a second form beside it
+        files = [folder / "model.safetensors"]
+    elif index := sorted(folder.glob("*.safetensors.index.json")):
         parts = set(json.loads(index[0].read_text(encoding="utf-8"))["weight_map"].values())
         files = [folder / part for part in sorted(parts)]
     if not files:
         raise UnsupportedModel(f"{folder}: holds no .safetensors file; convert other weights to safetensors first")
     tensors: dict[str, Tensor] = {}
     for file in files:
-        tensors |= load_file(file)
-    loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        try:
+            tensors |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise UnsupportedModel(f"{file}: cannot be read: {error}") from None
+    try:
+        loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UnsupportedModel(f"{folder}: its tokenizer cannot be loaded (tokenizer.json): {reason:.200}") from None
     tokenizer = Tokenizer(loaded.backend_tokenizer.to_str(), loaded.bos_token_id, loaded.eos_token_id, f"{folder.name}")
     return AutoConfig.from_pretrained(folder, trust_remote_code=False), tensors, tokenizer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -46,14 +46,19 @@ class Shard:
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 
-    def select(self, kept: Tensor) -> Shard:
+    def to(self, device: torch.device) -> Shard:
+        """The same on another device; itself where it lies there already."""
+        return Shard(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+    def select(self, places: Sequence[int]) -> Shard:
         """A shard of some of the documents, given by their places here."""
+        kept = torch.tensor(places)
         lengths = (self.ends - self.starts)[kept]
         ends = lengths.cumsum(0)
         starts = ends - lengths
         keys = self.keys.new_empty((*self.keys.shape[:2], int(ends[-1]), self.keys.shape[3]))
         values = torch.empty_like(keys)
-        for place, start, end in zip(kept.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        for place, start, end in zip(places, starts.tolist(), ends.tolist(), strict=True):
             begin = int(self.starts[place])
             keys[:, :, start:end] = self.keys[:, :, begin : begin + end - start]
             values[:, :, start:end] = self.values[:, :, begin : begin + end - start]

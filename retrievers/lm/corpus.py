@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,6 @@ from icr_bench.retrievers.base import Document, Ranking
 from icr_bench.retrievers.lm.backbone import Backbone
 from icr_bench.retrievers.lm.cache import BATCH_TOKENS, CorpusCache, Progress, Shard, prefill
 from icr_bench.retrievers.lm.disk import DiskCache, Held
-from icr_bench.retrievers.lm.engine import Engine, Opening
 from icr_bench.retrievers.lm.prompt import (
     Block,
     Prompt,
@@ -48,7 +48,7 @@ class Corpus:
     def __init__(
         self, model: str, codes: Literal["random", "position"], seed: int, folder: Path | None, gigabytes: float
     ) -> None:
-        if gigabytes <= 0:
+        if not 0 < gigabytes < math.inf:
             raise ValueError(f"cache_gb must be above 0, got {gigabytes:g}")
         self._model, self._kind, self._seed = model, codes, seed
         self._folder, self._limit = folder, int(gigabytes * 1e9)
@@ -74,25 +74,28 @@ class Corpus:
         texts = [document.text for document in documents]
         disk = self._disk(backbone, prompt)
         keys = text_keys(texts, self._seed)
-        held: dict[int, Held] = {}
-        if disk:
-            found = disk.find()
-            if self._kind == "position":
-                keys = [f"{key} {number}" for number, key in enumerate(keys)]
-            held = {number: found[key] for number, key in enumerate(keys) if key in found}
-        shards, held = _distinct(disk, held)
+        if self._kind == "position":
+            keys = [f"{key} {number}" for number, key in enumerate(keys)]
+        shards, held = _read(disk, keys, backbone.device) if disk else ([], {})
         if self._kind == "position":
             codes = list(range(len(texts)))
         else:
-            codes = draw_codes(texts, prompt.digits, self._seed, {number: h.code for number, h in held.items()})
+            codes = draw_codes(texts, prompt.digits, self._seed, held)
         missing = [number for number in range(len(texts)) if number not in held]
         blocks = list(prompt.documents(texts, codes))
         self.truncated = sum(block.truncated for block in blocks)
         todo = [blocks[number] for number in missing]
+        left = sum(map(len, todo))
         if disk is None:
-            check_room(backbone, sum(map(len, todo)), len(documents))
+            check_room(backbone, left, len(texts))
+        elif missing:
+            disk.prepare()
         for shard in prefill(backbone, todo, missing, progress):
-            shards.append(shard if disk is None else _keep(disk, shard, keys, codes))
+            left -= shard.tokens
+            kept = _keep(disk, shard, keys, codes) if disk else shard
+            if disk and kept is shard:
+                check_room(backbone, left, len(texts))
+            shards.append(kept)
         self.cache = CorpusCache(shards, codes, prompt.digits)
         self.reused = len(held)
         return prompt
@@ -120,26 +123,28 @@ class Corpus:
         }
 
 
-def _distinct(disk: DiskCache | None, held: dict[int, Held]) -> tuple[list[Shard], dict[int, Held]]:
-    """The shards of documents that could be read from disk, and which these are; no code occurs twice among them."""
-    if disk is None or not held:
-        return [], {}
-    owners: dict[int, int] = {}
-    for number, entry in held.items():
-        owners.setdefault(entry.code, number)
-    shards = list(disk.load((number, held[number]) for number in owners.values()))
+def _read(disk: DiskCache, keys: Sequence[str], device: torch.device) -> tuple[list[Shard], dict[int, int]]:
+    """The shards of documents that could be read from disk, and these documents' codes, none of which occurs twice."""
+    found = disk.find()
+    taken: dict[int, tuple[int, Held]] = {}
+    for number, key in enumerate(keys):
+        entry = next((held for held in found.get(key, ()) if held.code not in taken), None)
+        if entry:
+            taken[entry.code] = number, entry
+    shards = [shard.to(device) for shard in disk.load(taken.values())]
     read = {number for shard in shards for number in shard.documents.tolist()}
-    return shards, {number: held[number] for number in read}
+    return shards, {number: code for code, (number, _) in taken.items() if number in read}
 
 
 def _keep(disk: DiskCache, shard: Shard, keys: Sequence[str], codes: Sequence[int]) -> Shard:
-    """Store a shard and return it mapped from its file, so that a corpus may exceed memory."""
+    """Store a shard and return it mapped from its file, so that a corpus may exceed memory; or itself, if it cannot
+    be stored or lies on a GPU."""
     numbers = shard.documents.tolist()
     file = disk.store(shard, [keys[number] for number in numbers], [codes[number] for number in numbers])
     if file is None or shard.keys.device.type != "cpu":
         return shard
-    (mapped,) = disk.load((number, Held(file, place, codes[number])) for place, number in enumerate(numbers))
-    return mapped
+    mapped = disk.load((number, Held(file, place, codes[number])) for place, number in enumerate(numbers))
+    return next(mapped, shard)
 
 
 def check_room(backbone: Backbone, tokens: int, documents: int) -> None:
@@ -165,11 +170,6 @@ def batch_bytes(backbone: Backbone) -> int:
     config = backbone.config
     row: int = 6 * config.hidden_size + 3 * config.intermediate_size
     return BATCH_TOKENS * row * 4
-
-
-def open_with(engine: Engine, cache: CorpusCache, prompt: Prompt) -> Opening | None:
-    """The pass over this corpus that all queries share."""
-    return engine.opening_pass(cache, prompt.opening) if prompt.opening else None
 
 
 def ask_in_groups(blocks: Sequence[Block], ask: Callable[[Sequence[Block]], list[Ranking]]) -> list[Ranking]:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import tempfile
+import time
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, uint8
 
 from icr_bench.retrievers.lm.cache import Shard
 
 TENSORS = ("keys", "values", "documents", "starts", "ends", "text_starts", "text_ends")
+
+Broken = (SafetensorError, OSError, ValueError, KeyError, TypeError)
+"""What reading a file raises that is not as it was written."""
 
 
 @dataclass(frozen=True)
@@ -43,89 +48,132 @@ class DiskCache:
         self.folder, self._root, self._key, self._limit = folder / key, folder, key, limit
         self._used: set[Path] = set()
 
-    def find(self) -> dict[str, Held]:
-        """All documents that the folder holds, by the keys they were stored under."""
-        found: dict[str, Held] = {}
+    def find(self) -> dict[str, list[Held]]:
+        """All documents that the folder holds, by the keys they were stored under; the newest entry comes first."""
+        files = []
         for file in sorted(self.folder.glob("*.safetensors")):
             try:
                 with safe_open(file, "pt") as stream:
                     told = stream.metadata() or {}
-                if told.get("key") != self._key:
+                if told["key"] != self._key:
                     raise ValueError("made for another model, prompt or type")
                 documents, codes = json.loads(told["documents"]), json.loads(told["codes"])
-                found |= {d: Held(file, i, c) for i, (d, c) in enumerate(zip(documents, codes, strict=True))}
-            except (SafetensorError, OSError, ValueError, KeyError) as error:
-                warnings.warn(f"{file}: not used, its documents are computed again: {error}", stacklevel=2)
+                entries = [
+                    (str(d), Held(file, i, int(c))) for i, (d, c) in enumerate(zip(documents, codes, strict=True))
+                ]
+                files.append((int(told["made"]), entries))
+            except Broken as error:
+                _warn(file, error)
+        found: dict[str, list[Held]] = {}
+        for _, entries in sorted(files, key=lambda file: -file[0]):
+            for document, held in entries:
+                found.setdefault(document, []).append(held)
         return found
 
     def load(self, wanted: Iterable[tuple[int, Held]]) -> Iterator[Shard]:
         """The shards of documents, given with their numbers; a file whose content is damaged gives none of its own.
 
-        A shard that is wanted whole is mapped into memory, of others the documents wanted are copied.
+        A shard that is wanted whole is mapped into memory, of others the documents wanted are copied. They come in the
+        order in which they were made.
         """
         files: dict[Path, list[tuple[int, Held]]] = {}
         for number, held in wanted:
             files.setdefault(held.file, []).append((number, held))
+        shards = []
         for file, members in files.items():
             try:
-                shard = self._read(file)
-            except (SafetensorError, OSError, ValueError, KeyError) as error:
-                warnings.warn(f"{file}: not used, its documents are computed again: {error}", stacklevel=2)
+                made, shard = self._read(file)
+            except Broken as error:
+                _warn(file, error)
                 continue
             self._used.add(file)
-            os.utime(file)
+            with suppress(PermissionError):  # somebody else's file
+                os.utime(file)
             members = sorted(members, key=lambda member: member[1].place)
             if len(members) < len(shard.documents):
-                shard = shard.select(torch.tensor([held.place for _, held in members]))
-            yield shard.numbered([number for number, _ in members])
+                shard = shard.select([held.place for _, held in members])
+            shards.append((made, shard.numbered([number for number, _ in members])))
+        for _, shard in sorted(shards, key=lambda one: one[0]):
+            yield shard
 
-    def _read(self, file: Path) -> Shard:
+    def _read(self, file: Path) -> tuple[int, Shard]:
         with safe_open(file, "pt") as stream:
             told = stream.metadata()
             tensors = {name: stream.get_tensor(name) for name in TENSORS}
-        if told["checksum"] != checksum(tensors):
-            raise ValueError("its checksum does not match")
-        return Shard(**tensors)
+        if told["checksum"] != checksum(tensors, told):
+            with suppress(OSError):  # it is this folder's own, and would be found before the one that replaces it
+                file.unlink()
+            raise ValueError("its checksum does not match; removed")
+        return int(told["made"]), Shard(**tensors)
+
+    def prepare(self) -> None:
+        """Make the folder, and clear away what killed processes left half written.
+
+        Raises:
+            OSError: it cannot be written to.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(self.folder, os.W_OK):
+            raise PermissionError(f"{self.folder}: cannot be written to; give another folder as cache=")
+        for file in self.folder.glob("*.partial"):
+            with suppress(OSError), file.open("rb") as stream:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by whoever still writes it
+                file.unlink()
 
     def store(self, shard: Shard, keys: Sequence[str], codes: Sequence[int]) -> Path | None:
         """Keep a shard of documents with their keys and codes, whole or not at all; None if there is no room."""
         tensors = {name: getattr(shard, name).cpu().contiguous() for name in TENSORS}
-        size = sum(tensor.nbytes for tensor in tensors.values())
+        told = {
+            "key": self._key,
+            "made": str(time.time_ns()),
+            "documents": json.dumps(list(keys)),
+            "codes": json.dumps(list(codes)),
+        }
+        told["checksum"] = checksum(tensors, told)
+        header = 2 * sum(map(len, told.values())) + 4096  # quotes are escaped in it; names and shapes take the rest
+        size = sum(tensor.nbytes for tensor in tensors.values()) + header
         if not self._make_room(size):
             warnings.warn(f"{self._root}: no room for {size:,} bytes more within {self._limit:,}", stacklevel=2)
             return None
-        self.folder.mkdir(parents=True, exist_ok=True)
-        told = {
-            "key": self._key,
-            "documents": json.dumps(list(keys)),
-            "codes": json.dumps(list(codes)),
-            "checksum": checksum(tensors),
-        }
-        with tempfile.TemporaryDirectory(dir=self._root) as work:
-            made = Path(work) / "shard.safetensors"
-            save_file(tensors, made, told)
-            with made.open("rb") as stream:
+        descriptor, made = tempfile.mkstemp(suffix=".partial", dir=self.folder)
+        with os.fdopen(descriptor, "rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            try:
+                save_file(tensors, Path(made), told)
                 os.fsync(stream.fileno())
-            target = self.folder / f"{told['checksum']}-{len(keys)}.safetensors"
-            made.replace(target)
+                target = self.folder / f"{told['checksum']}-{told['made']}.safetensors"
+                os.replace(made, target)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(made)
+                raise
         self._used.add(target)
         return target
 
     def _make_room(self, size: int) -> bool:
-        files = {file: file.stat() for file in self._root.glob("*/*.safetensors")}
+        files: dict[Path, os.stat_result] = {}
+        for file in self._root.glob("*/*.safetensors"):
+            with suppress(FileNotFoundError):  # another process makes room too
+                files[file] = file.stat()
         held = sum(stat.st_size for stat in files.values())
-        for file in sorted(files, key=lambda file: files[file].st_mtime):
+        idle = sorted((file for file in files if file not in self._used), key=lambda file: files[file].st_mtime)
+        if held - sum(files[file].st_size for file in idle) + size > self._limit:
+            return False
+        for file in idle:
             if held + size <= self._limit:
                 break
-            if file not in self._used:
-                held -= files[file].st_size
-                file.unlink(missing_ok=True)
-        return held + size <= self._limit
+            held -= files[file].st_size
+            file.unlink(missing_ok=True)
+        return True
 
 
-def checksum(tensors: dict[str, Tensor]) -> str:
-    """CRC-32 over the bytes of all tensors: it finds damage, and reads as fast as a disk does."""
-    value = 0
+def _warn(file: Path, error: BaseException) -> None:
+    warnings.warn(f"{file}: not used, its documents are computed again: {error}", stacklevel=3)
+
+
+def checksum(tensors: dict[str, Tensor], told: dict[str, str]) -> str:
+    """CRC-32 over the bytes of all tensors and over documents and codes: it finds damage as fast as a disk reads."""
+    value = zlib.crc32((told["documents"] + told["codes"] + told["made"]).encode())
     for name in TENSORS:
-        value = zlib.crc32(tensors[name].view(torch.uint8).numpy().reshape(-1).data, value)
+        value = zlib.crc32(tensors[name].view(uint8).numpy().reshape(-1).data, value)
     return f"{value:08x}"

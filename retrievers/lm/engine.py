@@ -153,7 +153,8 @@ class Engine:
         """
         backbone, routing = self.backbone, self.config.routing
         device = backbone.device
-        if readout and readout.tokens == "content":  # nothing after a query's own text is read
+        if readout and readout.tokens == "content" and not (routing and routing.tokens == "last"):
+            # Nothing after a query's own text is read.
             least = opening.length + 1 if opening else 1
             blocks = [replace(block, ids=block.ids[: max(block.after, least)]) for block in blocks]
         lengths = torch.tensor([len(block) for block in blocks], device=device)
@@ -395,6 +396,11 @@ def finite(scores: Tensor) -> Tensor:
     lowest = scores.masked_fill(missing, torch.inf).amin(1, keepdim=True)
     lowest = torch.where(lowest.isinf(), torch.zeros_like(lowest), lowest)
     return torch.where(missing, lowest - 1, scores)
+
+
+def check_heads(what: str, heads: Sequence[int], there: int) -> None:
+    if not heads or len(set(heads)) < len(heads) or not all(0 <= head < there for head in heads):
+        raise ValueError(f"{what} {'+'.join(map(str, heads))}: expected different ones of 0 to {there - 1}")
 
 
 def check_layer(what: str, layer: int, depth: int) -> None:

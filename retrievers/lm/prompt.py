@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,13 +37,15 @@ class Tokenizer:
         if start is None:
             raise ValueError(f"tokenizer {name}: has neither a bos, an <|im_start|> nor an eos token to start a block")
         self.start, self.end = start, eos if eos is not None else start
-        digits = self.encode("0123456789")
-        if len(digits) != 10 or any(self.encode(str(i)) != [digits[i]] for i in range(10)):
-            raise ValueError(
-                f"tokenizer {name}: merges digits (0123456789 is {len(digits)} tokens), "
-                "so that a code cannot be decoded digit by digit; use a model whose digits are single tokens"
-            )
-        self.digits = digits
+        digits = [self.encode(str(digit)) for digit in range(10)]
+        for one, other in itertools.product(range(10), repeat=2):
+            pair = f"{one}{other}"
+            if len(digits[one]) != 1 or self.encode(pair) != digits[one] + digits[other]:
+                raise ValueError(
+                    f"tokenizer {name}: merges digits ({pair} is {len(self.encode(pair))} token(s)), "
+                    "so that a code cannot be decoded digit by digit; use a model whose digits are single tokens"
+                )
+        self.digits = [digit[0] for digit in digits]
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -62,16 +65,16 @@ def clean(text: str) -> str:
 class PromptSettings:
     """How blocks are written; weights may carry their own.
 
-    A document is ``<bos>Doc {code}: {text} (Doc {code})<eos>`` and a query ``<bos>{before}{query}{after}``, followed
-    by the digits of the answer. The paper's wording of the query block is not public; what is known is an instruction,
-    the query and ``Answer:``. The instruction is kept short since each of its tokens attends to the whole corpus, and
-    the answer starts with ``Doc `` as a document's code does, so that the digits follow the same two tokens.
+    A document is ``<bos>Doc {code}: {text} (Doc {code})<eos>`` and a query ``<bos>{before}{query}{after}Doc ``,
+    followed by the digits of the answer. The paper's wording of the query block is not public; what is known is an
+    instruction, the query and ``Answer:``. The answer starts with the tokens of ``Doc ``, as a document's code does,
+    so that its digits follow what they follow there.
     """
 
     cap: int = 300  # tokens of a document's block, at most
     offset: int = 300  # position of a query's first token; documents start at 0
     before: str = "Find the document that answers this query: "
-    after: str = "\nAnswer: Doc "
+    after: str = "\nAnswer: "
 
     def __post_init__(self) -> None:
         if self.cap < 1 or self.offset < 0:
@@ -103,22 +106,24 @@ class Prompt:
         self.tokenizer, self.settings, self.digits = tokenizer, settings, digits
         self._doc, self._colon = tokenizer.encode("Doc "), self._rest("Doc ", ": ")
         self._open, self._close = tokenizer.encode(" (Doc "), self._rest(" (Doc ", ")")
-        self._before, self._after = tokenizer.encode(settings.before), tokenizer.encode(settings.after)
+        self._before, self._after = tokenizer.encode(settings.before), [*tokenizer.encode(settings.after), *self._doc]
         self.wrapper = 2 + 2 * digits + sum(map(len, (self._doc, self._colon, self._open, self._close)))
         if self.wrapper > settings.cap:
             raise ValueError(f"a block's wrapper takes {self.wrapper} tokens, more than the cap of {settings.cap}")
 
     def _rest(self, head: str, tail: str) -> list[int]:
-        """The tokens after the code's digits. Digits are tokens of their own, so a code of zeros stands for any."""
-        code = "0" * self.digits
-        ids, start = self.tokenizer.encode(head + code + tail), self.tokenizer.encode(head)
-        digits = [self.tokenizer.digits[0]] * self.digits
-        if ids[: len(start) + self.digits] != start + digits:
-            raise ValueError(
-                f"tokenizer {self.tokenizer.name}: {head + code!r} is not {head!r} and {self.digits} digits, so that a "
-                "code cannot be decoded digit by digit; use a model whose digits are single tokens"
-            )
-        return ids[len(start) + self.digits :]
+        """The tokens after the code's digits, which are the same after any code."""
+        start, rests = self.tokenizer.encode(head), list[list[int]]()
+        for digit, token in enumerate(self.tokenizer.digits):
+            code = f"{digit}" * self.digits
+            ids = self.tokenizer.encode(head + code + tail)
+            rests.append(ids[len(start) + self.digits :])
+            if ids[: len(start) + self.digits] != start + [token] * self.digits or rests[-1] != rests[0]:
+                raise ValueError(
+                    f"tokenizer {self.tokenizer.name}: {head + code + tail!r} is not {head!r}, {self.digits} digits "
+                    f"and {tail!r}, so that no code can be decoded digit by digit; use a model that keeps digits apart"
+                )
+        return rests[0]
 
     @property
     def text_tokens(self) -> int:
@@ -149,8 +154,8 @@ class Prompt:
 
     @property
     def opening(self) -> list[int]:
-        """The tokens that every query begins with; none where a query could be no more than these."""
-        return [self.tokenizer.start, *self._before] if self._after else []
+        """The tokens that every query begins with."""
+        return [self.tokenizer.start, *self._before]
 
     def shown(self) -> dict[str, Any]:
         """First and last token ids of a block and a query, for the record: a doubled or missing bos shows there."""

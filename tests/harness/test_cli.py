@@ -16,7 +16,7 @@ import pytest
 
 from icr_bench.harness.cli import main, parser
 
-COMMANDS = {"run", "table", "plot", "export", "list", "describe", "validate", "lint"}
+COMMANDS = {"run", "plan", "table", "plot", "export", "list", "describe", "validate", "lint"}
 
 RUN_FLAGS = (
     "-b --benchmark -r --retriever -n -k --seed --queries --latency-queries --device --dtype --timeout "
@@ -140,6 +140,8 @@ def test_a_gpu_that_is_not_there(cli: Cli, data: Path, tmp_path: Path, monkeypat
         (("run", "-b", "beer"), ("benchmark 'beer'", "did you mean beir?")),
         (("run", "-r", "bm25:stopword=english"), ("'stopword'", "did you mean stopwords?")),
         (("run", "-b", "limit:lykes=20"), ("'lykes'", "did you mean likes?")),
+        (("run", "-r", "blocksearch-smax"), ("retriever 'blocksearch-smax'", "did you mean blocksearch-ssmax ")),
+        (("plan", "-r", "blocksearch-sinks"), ("retriever 'blocksearch-sinks'", "did you mean blocksearch-sink ")),
         (("describe", "densse"), ("name 'densse'", "did you mean dense?")),
         (("validate", "bm52"), ("retriever 'bm52'", "did you mean bm25?")),
         (("lint", "limti"), ("benchmark 'limti'", "did you mean limit?")),
@@ -154,7 +156,7 @@ def test_an_unknown_name_is_answered_with_the_closest(
 
 
 def test_a_name_that_is_like_no_other_is_answered_with_all(cli: Cli) -> None:
-    refused(cli("run", "-r", "zzzzzz"), 2, "there are: bm25, dense")
+    refused(cli("run", "-r", "zzzzzz"), 2, "there are: attention, blocksearch, ", ", bm25, dense")
 
 
 @pytest.mark.parametrize(("key", "closest"), [("max_token", "max_tokens"), ("exclude_sefl", "exclude_self")])
@@ -559,6 +561,11 @@ def test_the_commands_are_these() -> None:
 def test_the_flags_of_run_are_these() -> None:
     flags = {flag for action in dict(_parsers())["run"]._actions for flag in action.option_strings}
     assert flags == set(RUN_FLAGS.split())
+
+
+def test_the_flags_of_plan_are_those_of_run_that_lead_to_no_folder() -> None:
+    flags = {flag for action in dict(_parsers())["plan"]._actions for flag in action.option_strings}
+    assert flags == set(RUN_FLAGS.split()) - {"-o", "--output", "--fresh", "--retry-failed"}
 
 
 def test_every_command_takes_plugins() -> None:

