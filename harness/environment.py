@@ -66,7 +66,7 @@ def package_digest() -> str:
     rooms = [Path(__file__).parent, *(Path(__file__).parents[1] / room for room in ("retrievers", "benchmarks"))]
     sha = hashlib.sha256()
     for room in rooms:
-        for file in sorted(p for p in room.rglob("*") if p.suffix in (".py", ".txt", ".json", ".safetensors")):
+        for file in sorted(p for p in room.rglob("*") if p.suffix in (".py", ".c", ".txt", ".json", ".safetensors")):
             sha.update(f"{room.name}/{file.relative_to(room).as_posix()}\0".encode() + file.read_bytes() + b"\0")
     return sha.hexdigest()
 

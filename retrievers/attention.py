@@ -196,10 +196,33 @@ def calibrate(
     added in the order of what each reaches alone; the best such set of all layers is chosen.
     """
     texts, questions, golds = generated()
-    prompt = Prompt(tokenizer, settings, DIGITS)
-    codes = draw_codes(texts, DIGITS, 0)
+    scores = score_heads(backbone, tokenizer, settings, texts, questions, progress)
+    every = range(backbone.heads)
+    best: tuple[float, int, tuple[int, ...]] = (0.0, 0, (0,))
+    for layer in range(backbone.depth):
+        alone = [reciprocal_rank(scores[layer, head], golds) for head in every]
+        order = sorted(every, key=lambda head: -alone[head])
+        for count in range(1, len(order) + 1):
+            heads = tuple(sorted(order[:count]))
+            reached = reciprocal_rank(scores[layer, list(heads)].sum(0), golds)
+            if reached > best[0]:
+                best = reached, layer, heads
+    return best[1], best[2], best[0]
+
+
+def score_heads(
+    backbone: Backbone,
+    tokenizer: Tokenizer,
+    settings: PromptSettings,
+    texts: Sequence[str],
+    questions: Sequence[str],
+    progress: Progress = lambda done, total: None,
+) -> Tensor:
+    """The scores that each head of each layer gives, (layers, heads, questions, texts)."""
+    prompt = Prompt(tokenizer, settings, digits_for(len(texts)))
+    codes = draw_codes(texts, prompt.digits, 0)
     blocks = list(prompt.documents(texts, codes))
-    cache = CorpusCache(list(prefill(backbone, blocks, range(len(blocks)), progress)), codes, DIGITS)
+    cache = CorpusCache(list(prefill(backbone, blocks, range(len(blocks)), progress)), codes, prompt.digits)
     engine = Engine(backbone, Config(), settings.offset)
     every = range(backbone.heads)
     scores = torch.zeros(backbone.depth, backbone.heads, len(questions), len(texts))
@@ -215,16 +238,7 @@ def calibrate(
                 ours[:, :, shard.documents] = summed.permute(2, 0, 1).cpu()
 
         engine.query_pass(cache, asked, observe=observe)
-    best: tuple[float, int, tuple[int, ...]] = (0.0, 0, (0,))
-    for layer in range(backbone.depth):
-        alone = [reciprocal_rank(scores[layer, head], golds) for head in every]
-        order = sorted(every, key=lambda head: -alone[head])
-        for count in range(1, len(order) + 1):
-            heads = tuple(sorted(order[:count]))
-            reached = reciprocal_rank(scores[layer, list(heads)].sum(0), golds)
-            if reached > best[0]:
-                best = reached, layer, heads
-    return best[1], best[2], best[0]
+    return scores
 
 
 def generated() -> tuple[list[str], list[str], list[set[int]]]:

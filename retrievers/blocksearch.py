@@ -151,6 +151,7 @@ class BlockSearch(Retriever):
 
     def index(self, documents: Sequence[Document]) -> None:
         engine = self._loaded()
+        self._tree = None  # of an earlier corpus
         if self._digits is not None:
             check_digits(len(documents), self._digits)
         self._prompt = self._corpus.fill(
@@ -176,7 +177,9 @@ class BlockSearch(Retriever):
             assert state.scores is not None
             return [top_k(row, k) for row in state.scores.cpu().numpy()]
         state = engine.query_pass(cache, blocks, opening=self._opening)
-        found, scores = search(engine, cache, tree, state, self._words.digits, self._beam.at_least(k))
+        # As many as the beam holds whatever k is, so that a smaller k gives the head of a larger one.
+        beam = self._beam if k <= self._beam.width else Beam(k, 10, self._beam.existing)
+        found, scores = search(engine, cache, tree, state, self._words.digits, beam, beam.width)
         rankings = []
         for numbers, logs in zip(found.tolist(), scores.tolist(), strict=True):
             named = [(number, log) for number, log in zip(numbers, logs, strict=True) if number >= 0][:k]

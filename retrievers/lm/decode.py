@@ -28,12 +28,6 @@ class Beam:
         if self.width < 1 or not 1 <= self.per_step <= 10:
             raise ValueError(f"beam must be 1 or more and per_step 1 to 10, got {self.width} and {self.per_step}")
 
-    def at_least(self, k: int) -> Beam:
-        """A beam that can return k codes."""
-        if k <= self.width:
-            return self
-        return Beam(k, 10, self.existing)  # five digits a step could leave fewer codes than k
-
 
 class Codes:
     """The codes of a corpus as a tree: which prefixes exist, and which document a whole code names."""
@@ -41,19 +35,28 @@ class Codes:
     def __init__(self, codes: Sequence[int], digits: int, device: torch.device) -> None:
         self.digits = digits
         whole = torch.tensor(codes, device=device)
-        self.exists = []
+        self.below = []  # per length of a prefix, how many codes begin with each
         for length in range(1, digits + 1):
-            table = torch.zeros(10**length, dtype=torch.bool, device=device)
-            table[whole // 10 ** (digits - length)] = True
-            self.exists.append(table)
+            prefixes = whole // 10 ** (digits - length)
+            self.below.append(torch.bincount(prefixes, minlength=10**length))
         self.document = torch.full((10**digits,), -1, device=device)
         self.document[whole] = torch.arange(len(whole), device=device)
 
 
 def search(
-    engine: Engine, cache: CorpusCache, codes: Codes, state: Queries, digit_ids: Sequence[int], beam: Beam
+    engine: Engine,
+    cache: CorpusCache,
+    codes: Codes,
+    state: Queries,
+    digit_ids: Sequence[int],
+    beam: Beam,
+    k: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """The best codes of every query.
+
+    In a small corpus the digits of each step can leave fewer than k codes of documents to be reached. The search then
+    takes the next best ones in addition until k can be, so that k documents come back wherever there are as many
+    (unless codes of no document are allowed); a k beyond the beam's width widens it.
 
     Returns:
         Documents (Q, width), -1 where a beam ended in no document, and the log-probabilities of their codes in
@@ -61,24 +64,33 @@ def search(
     """
     assert state.hidden is not None
     ids = torch.tensor(digit_ids, device=engine.backbone.device)
-    queries = len(state.lengths)
+    queries, most = len(state.lengths), max(beam.width, k)
     prefixes = torch.zeros(queries, 1, dtype=torch.long, device=ids.device)
     scores = torch.zeros(queries, 1, device=ids.device)
     logs = engine.backbone.log_probabilities(state.hidden).unsqueeze(1)[..., ids]  # (Q, 1, 10)
     for length in range(codes.digits):
         longer = prefixes.unsqueeze(-1) * 10 + torch.arange(10, device=ids.device)  # (Q, B, 10)
         total = scores.unsqueeze(-1) + logs
+        below = codes.below[length][longer]
         if beam.existing:
-            total = total.masked_fill(~codes.exists[length][longer], -torch.inf)
-        best, digits = total.topk(beam.per_step, -1)
-        flat, places = best.flatten(1).topk(min(beam.width, best.shape[1] * best.shape[2]), -1)
-        width = max(int((flat > -torch.inf).sum(1).max()), 1)  # beams beyond the last possible one for any query
-        scores, places = flat[:, :width], places[:, :width]
-        parents = places // beam.per_step
-        chosen = digits.flatten(1).gather(1, places)
-        prefixes = prefixes.gather(1, parents) * 10 + chosen
+            total = total.masked_fill(below == 0, -torch.inf)
+        best = total.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1) < beam.per_step
+        first = (best & (total > -torch.inf)).flatten(1)  # what the search takes by itself, by score; the rest after it
+        flat = total.flatten(1)
+        order = flat.argsort(dim=1, descending=True, stable=True)
+        order = order.gather(1, first.gather(1, order).logical_not().long().argsort(dim=1, stable=True))
+        flat, first, below = (x.gather(1, order) for x in (flat, first, below.flatten(1)))
+        taken = first & (torch.arange(flat.shape[1], device=ids.device) < most)
+        if beam.existing:
+            taken |= below.cumsum(1) - below < k
+        taken &= flat > -torch.inf
+        width = max(int(taken.sum(1).max()), 1)
+        scores, places = flat.masked_fill(~taken, -torch.inf)[:, :width], order[:, :width]
+        parents, digits = places // 10, places % 10
+        prefixes = prefixes.gather(1, parents) * 10 + digits
         if length < codes.digits - 1:
-            hidden = engine.digit_pass(cache, state, ids[chosen], parents)
+            hidden = engine.digit_pass(cache, state, ids[digits], parents)
             logs = engine.backbone.log_probabilities(hidden)[..., ids]
-    documents = codes.document[prefixes].masked_fill(scores == -torch.inf, -1)
-    return documents, scores
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    prefixes, scores = prefixes.gather(1, order), scores.gather(1, order)
+    return codes.document[prefixes].masked_fill(scores == -torch.inf, -1), scores

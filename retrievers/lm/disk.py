@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import tempfile
 import time
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,10 +116,9 @@ class DiskCache:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not os.access(self.folder, os.W_OK):
             raise PermissionError(f"{self.folder}: cannot be written to; give another folder as cache=")
-        for file in self.folder.glob("*.partial"):
-            with suppress(OSError), file.open("rb") as stream:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by whoever still writes it
-                file.unlink()
+        for work in self._root.glob("*/*.partial"):
+            with suppress(OSError), _locked(work):  # not while somebody still writes there
+                shutil.rmtree(work)
 
     def store(self, shard: Shard, keys: Sequence[str], codes: Sequence[int]) -> Path | None:
         """Keep a shard of documents with their keys and codes, whole or not at all; None if there is no room."""
@@ -135,18 +135,18 @@ class DiskCache:
         if not self._make_room(size):
             warnings.warn(f"{self._root}: no room for {size:,} bytes more within {self._limit:,}", stacklevel=2)
             return None
-        descriptor, made = tempfile.mkstemp(suffix=".partial", dir=self.folder)
-        with os.fdopen(descriptor, "rb") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)
-            try:
-                save_file(tensors, Path(made), told)
+        target = self.folder / f"{told['checksum']}-{told['made']}.safetensors"
+        work = Path(tempfile.mkdtemp(suffix=".partial", dir=self.folder))
+        with ExitStack() as stack:
+            stack.callback(shutil.rmtree, work, ignore_errors=True)
+            with suppress(OSError):  # a file system without locks
+                stack.enter_context(_locked(work))
+            made = work / target.name
+            save_file(tensors, made, told)
+            with made.open("rb") as stream:
                 os.fsync(stream.fileno())
-                target = self.folder / f"{told['checksum']}-{told['made']}.safetensors"
-                os.replace(made, target)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(made)
-                raise
+            made.chmod(0o666 & ~_umask())
+            made.replace(target)
         self._used.add(target)
         return target
 
@@ -165,6 +165,24 @@ class DiskCache:
             held -= files[file].st_size
             file.unlink(missing_ok=True)
         return True
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a lock on a folder that is written to; OSError if another process holds it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    """Which permissions new files lack; safetensors gives its files to nobody else."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _warn(file: Path, error: BaseException) -> None:

@@ -7,7 +7,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -112,10 +112,10 @@ def test_scores_are_those_of_a_direct_computation(
         keys, q = keys_and_queries(folder, blocks, asked, layer)
         content = range(at + len(head), at + len(head) + len(encode(query)))
         found = dict(zip(ranking.numbers, ranking.scores, strict=True))
-        for number, text in enumerate(texts):
-            if len(text):
+        for number, span in enumerate(texts):
+            if len(span):
                 expected = sum(
-                    float((q[row, head_number] @ keys[list(text), head_number // 2].T).max())
+                    float((q[row, head_number] @ keys[list(span), head_number // 2].T).max())
                     for row in content
                     for head_number in heads or range(4)
                 )
@@ -246,7 +246,7 @@ class Calls:
 
 
 @pytest.fixture
-def calls(short: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Calls]:
+def calls(short: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
     counted = Calls()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(attention, "calibrate", counted)
@@ -427,8 +427,8 @@ def write_planted(folder: Path, words: Sequence[str], plants: dict[int, tuple[in
             for head, half in zip(plants.get(number, ()), halves, strict=False):
                 seen = torch.zeros(size, 64)
                 seen[slow] = torch.randn(len(slow), 64) * half
-                for weight, place in ((layer.self_attn.q_proj, head), (layer.self_attn.k_proj, head // 2)):
-                    weight.weight[place * size : (place + 1) * size] = seen
+                for projection, place in ((layer.self_attn.q_proj, head), (layer.self_attn.k_proj, head // 2)):
+                    projection.weight[place * size : (place + 1) * size] = seen
     model.save_pretrained(folder)
     return folder
 

@@ -321,6 +321,21 @@ def test_search_before_index_is_refused(tiny_model: TinyModel) -> None:
         retriever.search(QUERIES, 1)
 
 
+@pytest.mark.parametrize("readout", ["decode", "attention"])
+def test_search_after_an_index_that_failed_is_refused(
+    readout: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError("no room")
+
+    retriever = made(tiny_model(layers=1), readout=readout)
+    monkeypatch.setattr("icr_bench.retrievers.lm.corpus.check_room", full)
+    with pytest.raises(MemoryError):
+        retriever.index(corpus(TEXTS[:5]))
+    with pytest.raises(RuntimeError, match="search before index"):
+        retriever.search(QUERIES, 1)
+
+
 # The score of a code
 
 
@@ -511,10 +526,23 @@ def test_routing_that_keeps_all_documents_changes_nothing(
 
 
 def test_routing_at_the_last_layer_leaves_nothing_above_it_to_change(tiny_model: TinyModel) -> None:
-    options = {"routing": "last", "routing_b": 1, "routing_layer": 3}
+    options: dict[str, Any] = {"routing": "last", "routing_b": 1, "routing_layer": 3}
     plain = known(tiny_model())
     assert same(all_found(tiny_model(), routing_reach="upper", **options), plain)
     assert not same(all_found(tiny_model(), routing_reach="every", **options), plain)
+
+
+def test_ssmax_above_a_routing_layer_counts_the_shortlist(with_extras: Callable[[object], Path]) -> None:
+    """The logarithm of one document is 0, whatever multiplies it; all documents count where all are seen."""
+    options: dict[str, Any] = {"ssmax": True, "routing": "last", "routing_layer": 1, "routing_reach": "upper"}
+
+    def scores(scalars: list[float], keep: int) -> list[dict[int, float]]:
+        return all_found(with_extras({"ssmax": scalars}), routing_b=keep, **options)
+
+    one, other = [0.4, 0.3, 0.2, 0.1], [0.4, 0.3, 5.0, 2.0]
+    assert same(scores(one, 1), scores(other, 1))
+    assert not same(scores(one, 2), scores(other, 2))
+    assert not same(scores(one, 1), scores([0.4, 2.0, 0.2, 0.1], 1))
 
 
 def test_a_sink_is_off_unless_asked_for(tiny_model: TinyModel, with_extras: Callable[[object], Path]) -> None:

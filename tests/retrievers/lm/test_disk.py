@@ -527,6 +527,26 @@ def test_nothing_is_left_of_a_file_that_a_killed_run_was_writing(model: Path, ki
     assert_only_whole_files(killed)
 
 
+def test_what_is_left_half_written_goes_with_the_next_run_of_any_settings(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes room and does not count, since its settings may never come again."""
+    left: list[Path] = []
+
+    def write(tensors: dict[str, torch.Tensor], file: Path, told: dict[str, str]) -> None:
+        save_file(tensors, file, told)
+        if not left:
+            left.append(file.parent.with_name("left.partial") / file.name)
+            left[0].parent.mkdir()
+            shutil.copy(file, left[0])
+
+    monkeypatch.setattr("icr_bench.retrievers.lm.disk.save_file", write)
+    indexed(model, tmp_path)
+    assert left[0].exists()
+    indexed(model, tmp_path, seed=1)
+    assert not left[0].exists()
+
+
 # Damaged
 
 
@@ -883,6 +903,33 @@ def test_a_file_that_another_process_still_writes_is_left_to_it(
     run = indexed(model, tmp_path)
     assert run.whole
     assert same_answers(run, plain)
+
+
+def test_a_run_that_starts_takes_no_file_from_one_that_writes(
+    model: Path, plain: Indexed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As what a killed one left half written."""
+    writes = []
+
+    def write(tensors: dict[str, torch.Tensor], file: Path, told: dict[str, str]) -> None:
+        save_file(tensors, file, told)
+        writes.append(file)
+        if len(writes) == 1:
+            indexed(model, tmp_path, TEXTS[:2])
+
+    monkeypatch.setattr("icr_bench.retrievers.lm.disk.save_file", write)
+    run = indexed(model, tmp_path)
+    assert run.whole
+    assert same_answers(run, plain)
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+    monkeypatch.setattr("os.fsync", lambda file: synced.append(os.fstat(file).st_ino))
+    indexed(model, tmp_path)
+    assert {file.stat().st_ino for file in files(tmp_path)} <= set(synced)
 
 
 def test_a_file_that_vanishes_while_room_is_made_is_no_error(

@@ -111,7 +111,8 @@ def answered(
 
 @functools.cache
 def hugging_face(model: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager", dtype=torch.float32).eval()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager", dtype=torch.float32)
+    return loaded.eval()
 
 
 def by_rule(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **_: Any) -> Any:
@@ -168,7 +169,8 @@ class Reference:
             output_hidden_states=True,
         )
         self.hidden = out.hidden_states
-        return out.logits.log_softmax(-1)
+        logs: Tensor = out.logits.log_softmax(-1)
+        return logs
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float) -> Tensor:
         """What a layer's heads read, (B, T, H, D), every modification put into its scores."""
@@ -327,10 +329,11 @@ def smollm() -> Path:
     return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
+@pytest.mark.slow
 def test_equals_hugging_face_with_a_real_model(smollm: Path) -> None:
     made = corpus(smollm, ["The capital of Peru is Lima.", "", "Sourdough bread rises with wild yeast."], QUERIES[1:2])
     with torch.device("meta"):
-        model = LlamaForCausalLM(made.backbone.config)
+        model: Any = LlamaForCausalLM(made.backbone.config)
     model.model.rotary_emb = LlamaRotaryEmbedding(made.backbone.config)
     weights = made.backbone.state_dict()
     named = {name if name.startswith("lm_head") else f"model.{name}": weights[name] for name in weights}
@@ -432,8 +435,8 @@ def test_upper_routing_at_the_last_layer_changes_nothing(
 def test_bfloat16_is_as_close_to_float32_as_hugging_faces_own(qwen: Path, small: Corpus, plain: list[Tensor]) -> None:
     half = corpus(qwen, queries=QUERIES[:2], dtype="bfloat16")
     found = answered(half.engine(), half.tokenizer, half.cache(), half.queries)
-    model = AutoModelForCausalLM.from_pretrained(qwen, attn_implementation="eager", dtype=torch.bfloat16).eval()
-    rounded = Reference(model, small.documents).answered(small.tokenizer, small.queries[:1])
+    model: Any = AutoModelForCausalLM.from_pretrained(qwen, attn_implementation="eager", dtype=torch.bfloat16)
+    rounded = Reference(model.eval(), small.documents).answered(small.tokenizer, small.queries[:1])
     assert all(logs.dtype == torch.float32 for logs in found)
     assert 0 < apart(found, plain) < 3 * apart(rounded, [logs[:1] for logs in plain])
 
@@ -471,7 +474,8 @@ def fed(made: Corpus, cache: CorpusCache, config: Config, passes: Fed) -> Tensor
     state = engine.query_pass(cache, made.queries[: len(passes[0][0])])
     for digits, parents in passes:
         hidden = engine.digit_pass(cache, state, ids[torch.tensor(digits)], torch.tensor(parents))
-    return engine.backbone.log_probabilities(hidden)
+    logs: Tensor = engine.backbone.log_probabilities(hidden)
+    return logs
 
 
 @pytest.mark.parametrize("name", VARIANTS)
