@@ -49,7 +49,8 @@ def plan(suite: Suite, display: Lines) -> list[Planned]:
     suite, answering, grid = lay_out(suite)
     planned: list[Planned] = []
     total = len(grid) * len(answering)
-    free = psutil.virtual_memory().available
+    on_gpu = suite.device.startswith("cuda")
+    free = _free_on(suite.device) if on_gpu else psutil.virtual_memory().available
     with tempfile.TemporaryDirectory(prefix="icr-bench-plan-") as work:
         for asked, seed, benchmark, n in grid:
             task = benchmark.at(n)
@@ -74,14 +75,21 @@ def plan(suite: Suite, display: Lines) -> list[Planned]:
     return planned
 
 
+def _free_on(device: str) -> int:
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
 def _judged(cell: Planned, suite: Suite, free: int, retriever: Spec) -> Planned:
     """The cell with what stands in its way, if it would exceed memory or time."""
     assert cell.estimate is not None
     peak, seconds = cell.estimate["peak_bytes"], cell.seconds or 0.0
     problem = ""
-    if suite.memory_limit is not None and peak > suite.memory_limit:
+    on_gpu = suite.device.startswith("cuda")
+    if suite.memory_limit is not None and not on_gpu and peak > suite.memory_limit:
         problem = f"needs more than --memory-limit {human_bytes(suite.memory_limit)}"
-    elif not suite.device.startswith("cuda") and peak > free and "cache" not in retriever.options:
+    elif peak > free and (on_gpu or retriever.options.get("cache") is None):
         problem = f"does not fit: {human_bytes(free)} are free"
     elif suite.timeout is not None and seconds > suite.timeout:
         problem = f"takes longer than --timeout {suite.timeout:g}"

@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import tempfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,11 +45,11 @@ from icr_bench.retrievers.lm.prompt import (
 from icr_bench.retrievers.top import top_k
 from icr_bench.retrievers.weights import CacheFolder, Model, identify
 
-SHIPPED = {("llama", 30, 576, 9, 3, 49_152): ("SmolLM2-135M-Instruct", 8, (0,))}
+SHIPPED = {("llama", 30, 576, 9, 3, 49_152, 100_000.0): ("SmolLM2-135M-Instruct", 8, (0,))}
 """Shape of a model -> what `calibrate` chose for it: whose weights, layer, heads.
 
-The shape is type, layers, width, query heads, key/value heads and vocabulary: it is the same in all formats of the
-weights, and in their fine-tunings, which mostly keep what their heads do.
+The shape is type, layers, width, query heads, key/value heads, vocabulary and the base of the rotary embedding: it is
+the same in all formats of the weights, and in their fine-tunings, which mostly keep what their heads do.
 """
 
 PEOPLE, LIKES, QUESTIONS = 64, 45, 128
@@ -99,6 +102,7 @@ class Attention(Retriever):
 
     def load(self) -> None:
         backbone, self._words, _ = load_backbone(self._model, self._device, self._dtype)
+        self._corpus.load()
         if self._layer is None:
             self._chosen_by, layer, heads = self._choose(backbone)
         else:
@@ -117,15 +121,23 @@ class Attention(Retriever):
         told = [identify(self._model), asdict(self._settings), PEOPLE, LIKES, QUESTIONS]
         name = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:24]
         file = cache_folder() / "attention" / f"{name}.json"
-        if file.is_file():
-            kept = json.loads(file.read_text(encoding="utf-8"))
-            return f"calibration in {file}", int(kept["layer"]), tuple(kept["heads"])
+        try:
+            known = json.loads(file.read_text(encoding="utf-8"))
+            return f"calibration in {file}", int(known["layer"]), tuple(map(int, known["heads"]))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            warnings.warn(f"{file}: not used, the model is calibrated again: {error}", stacklevel=2)
         layer, heads, reached = calibrate(backbone, self._words, self._settings, self.progress)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".partial")
         kept = {"model": self._model, "layer": layer, "heads": heads, "reciprocal_rank": reached}
-        partial.write_text(json.dumps(kept) + "\n", encoding="utf-8")
-        partial.replace(file)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=file.parent) as work:
+                made = Path(work) / file.name
+                made.write_text(json.dumps(kept) + "\n", encoding="utf-8")
+                made.replace(file)
+        except OSError as error:
+            return f"calibration that could not be kept: {error}", layer, heads
         return f"calibration kept in {file}", layer, heads
 
     def estimate(self, documents: Sequence[Document], queries: Sequence[str]) -> Estimate | None:
@@ -133,7 +145,7 @@ class Attention(Retriever):
         prompt = Prompt(self._words, self._settings, digits_for(len(documents)))
         blocks = list(prompt.documents([document.text for document in documents], [0] * len(documents)))
         asked = [prompt.query(query) for query in queries]
-        return estimate(backbone, Config(), blocks, asked, (), len(prompt.opening))
+        return estimate(backbone, Config(), blocks, asked, (), len(prompt.opening), self._readout[0])
 
     def index(self, documents: Sequence[Document]) -> None:
         backbone = self._loaded().backbone
@@ -178,10 +190,10 @@ class Attention(Retriever):
         return spans(self._words, texts)
 
 
-def shape(backbone: Backbone) -> tuple[str, int, int, int, int, int]:
+def shape(backbone: Backbone) -> tuple[str, int, int, int, int, int, float]:
     config = backbone.config
-    kind: str = config.model_type
-    return kind, backbone.depth, config.hidden_size, backbone.heads, backbone.kv_heads, config.vocab_size
+    kind, base = str(config.model_type), float(config.rope_parameters["rope_theta"])
+    return kind, backbone.depth, config.hidden_size, backbone.heads, backbone.kv_heads, config.vocab_size, base
 
 
 def calibrate(

@@ -108,13 +108,14 @@ class BlockSearch(Retriever):
         self._routing_b, self._routing_reach = routing_b, routing_reach
         self._readout, self._readout_layer = readout, readout_layer
         self._readout_heads, self._readout_tokens = readout_heads, readout_tokens
-        self._beam = Beam(beam, per_step, existing)
+        self._beam, self._width = Beam(beam, per_step, existing), beam
         self._corpus = Corpus(model, codes, seed, cache, cache_gb)
         self._engine: Engine | None = None
         self._tree: Codes | None = None
 
     def load(self) -> None:
         backbone, self._words, path = load_backbone(self._model, self._device, self._dtype)
+        self._corpus.load()
         carried = _carried(path)
         self._settings = with_given(PromptSettings(**carried.get("prompt", {})), **self._given)
         depth = backbone.depth
@@ -146,8 +147,10 @@ class BlockSearch(Retriever):
         blocks = list(prompt.documents(texts, [0] * len(texts)))
         asked = [prompt.query(query) for query in queries]
         beams = [min(self._beam.per_step**length, self._beam.width, len(texts)) for length in range(1, digits)]
-        passes = () if self._readout == "attention" else beams
-        return estimate(engine.backbone, engine.config, blocks, asked, passes, len(prompt.opening))
+        passes, depth = beams, engine.backbone.depth
+        if self._readout == "attention":
+            passes, depth = [], self._layer
+        return estimate(engine.backbone, engine.config, blocks, asked, passes, len(prompt.opening), depth)
 
     def index(self, documents: Sequence[Document]) -> None:
         engine = self._loaded()
@@ -177,9 +180,9 @@ class BlockSearch(Retriever):
             assert state.scores is not None
             return [top_k(row, k) for row in state.scores.cpu().numpy()]
         state = engine.query_pass(cache, blocks, opening=self._opening)
-        # As many as the beam holds whatever k is, so that a smaller k gives the head of a larger one.
-        beam = self._beam if k <= self._beam.width else Beam(k, 10, self._beam.existing)
-        found, scores = search(engine, cache, tree, state, self._words.digits, beam, beam.width)
+        # As many as the beam holds, so that of two k within its width the smaller gives the head of the larger.
+        self._width = max(self._beam.width, k)
+        found, scores = search(engine, cache, tree, state, self._words.digits, self._beam, self._width)
         rankings = []
         for numbers, logs in zip(found.tolist(), scores.tolist(), strict=True):
             named = [(number, log) for number, log in zip(numbers, logs, strict=True) if number >= 0][:k]
@@ -212,7 +215,7 @@ class BlockSearch(Retriever):
         if self._readout == "attention":
             settings["readout"] = {"layer": self._layer, "heads": list(self._heads), "tokens": self._readout_tokens}
         else:
-            settings["beam"] = asdict(self._beam)
+            settings["beam"] = asdict(self._beam) | {"width": self._width}
         return settings
 
     def token_spans(self, texts: Sequence[str]) -> list[list[tuple[int, int]]]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Before PyTorch is imported: threads that wait for one another on a busy machine make small work slow, not fast.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TinyModel = Callable[..., Path]
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,17 +39,18 @@ def attend_plain(q: Tensor, keys: Tensor, values: Tensor) -> Part:
     return (scores - lse.unsqueeze(-1)).exp() @ values.float(), lse
 
 
-def merge(parts: Sequence[Part]) -> Part:
-    """Attention over the union of disjoint sets of tokens from the attention over each."""
-    if len(parts) == 1:
-        return parts[0]
-    lses = torch.stack([lse for _, lse in parts])
-    lse = lses.logsumexp(0)
-    weights = (lses - lse).exp().unsqueeze(-1)
-    out = parts[0][0] * weights[0]
-    for (part, _), weight in zip(parts[1:], weights[1:], strict=True):
-        out += part * weight
-    return out, lse
+def merge(parts: Iterable[Part]) -> Part:
+    """Attention over the union of disjoint sets of tokens from that over each, of which two are held at once."""
+    whole: Part | None = None
+    for out, lse in parts:
+        if whole is None:
+            whole = out, lse
+            continue
+        both = torch.logaddexp(whole[1], lse)
+        mine, new = (whole[1] - both).exp().unsqueeze(-1), (lse - both).exp().unsqueeze(-1)
+        whole = whole[0] * mine + out * new, both
+    assert whole is not None
+    return whole
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor) -> Part:
@@ -66,7 +68,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor) -> Part:
             return kernel.attend(q, keys, values, bounds[:-1], bounds[1:], torch.arange(count + 1))
         if keys.dtype == torch.float32 or _has_bfloat16():
             return _flash(q.to(keys.dtype), keys, values)
-    return merge([attend_plain(q, k, v) for k, v in zip(keys.split(CHUNK, 1), values.split(CHUNK, 1), strict=True)])
+    return merge(attend_plain(q, k, v) for k, v in zip(keys.split(CHUNK, 1), values.split(CHUNK, 1), strict=True))
 
 
 def attend_ranges(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor) -> Part:
@@ -195,10 +197,10 @@ def compiled(head_dim: int, dtype: torch.dtype) -> Kernel | None:
 def _build(head_dim: int, dtype: torch.dtype) -> Path | None:
     """Compile attend.c into the user's cache, once for each compiler, processor, size and type."""
     source = Path(__file__).with_name("attend.c")
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    if not compiler or shutil.which(compiler[0]) is None:
         return None
-    options = ["-O3", "-march=native", "-ffast-math", "-funroll-loops", "-fopenmp", "-shared", "-fPIC"]
+    options = ["-O3", "-march=native", "-ffast-math", "-funroll-loops", "-fopenmp", "-fPIC"]
     options += [f"-DHEAD_DIM={head_dim}"] + (["-DBFLOAT16"] if dtype == torch.bfloat16 else [])
     identity = repr((compiler, options, _processor())).encode() + source.read_bytes()
     folder = cache_folder() / "kernels"
@@ -208,9 +210,13 @@ def _build(head_dim: int, dtype: torch.dtype) -> Path | None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as work:
         made = Path(work) / library.name
-        done = subprocess.run([compiler, *options, str(source), "-o", str(made), "-lm"], capture_output=True)
-        if done.returncode:
-            return None
+        # Linking with -ffast-math would switch off denormal numbers in the whole process.
+        for step in (
+            [*options, "-c", str(source), "-o", f"{made}.o"],
+            ["-shared", "-fopenmp", f"{made}.o", "-o", str(made), "-lm"],
+        ):
+            if subprocess.run([*compiler, *step], capture_output=True).returncode:
+                return None
         made.replace(library)  # whole or not at all: several cells may compile at once
     return library
 

@@ -30,6 +30,7 @@ def estimate(
     queries: Sequence[Block],
     passes: Sequence[int],
     opening: int,
+    depth: int,
 ) -> Estimate:
     """The cost of holding documents and of one query.
 
@@ -38,6 +39,7 @@ def estimate(
         queries: some queries, whose mean length counts.
         passes: beams of each digit pass after the query pass.
         opening: tokens of each query that are computed once for all.
+        depth: layers in which a query attends; all, unless it is read out at one.
     """
     lengths = [len(block) for block in blocks]
     tokens, n = sum(lengths), len(blocks)
@@ -46,19 +48,21 @@ def estimate(
         if short and sum(map(len, short)) + len(block) > PREFILL_TOKENS:
             break
         short.append(block)
-    seconds = _fastest(lambda: list(prefill(backbone, short, range(len(short))))) / sum(map(len, short))
+    seconds = _fastest(lambda: list(prefill(backbone, short, range(len(short)))), backbone.device) / sum(
+        map(len, short)
+    )
     index_s = tokens * seconds
     attention_flops = 4 * backbone.heads * backbone.head_dim * backbone.depth * sum(x * x / 2 for x in lengths)
     rows = max(round(sum(map(len, queries)) / len(queries)) - opening, 1)
     query_s = 0.0
     kept = min(config.routing.keep, n) / n if config.routing else 1.0
     for number, beams in enumerate([rows, *passes]):
-        dense = backbone.depth
+        dense = depth
         if config.routing:
-            dense = 0 if number and config.routing.reach == "every" else config.routing.layer + 1
+            dense = 0 if number and config.routing.reach == "every" else min(config.routing.layer + 1, depth)
         query_s += beams * seconds + dense * _attend_s(backbone, beams, tokens)
-        if dense < backbone.depth:
-            query_s += (backbone.depth - dense) * _attend_s(backbone, beams, tokens * kept, routed=True)
+        if dense < depth:
+            query_s += (depth - dense) * _attend_s(backbone, beams, tokens * kept, routed=True)
     index_bytes = tokens * backbone.token_bytes()
     held = (
         torch.cuda.memory_allocated(backbone.device)
@@ -86,17 +90,17 @@ def _attend_s(backbone: Backbone, rows: int, tokens: float, *, routed: bool = Fa
     if routed:
         starts = torch.arange(0, size, 128, device=backbone.device)
         ends = (starts + 128).clamp(max=size)
-        return _fastest(lambda: attend_ranges(q, keys, values, starts, ends)) * tokens / size
-    return _fastest(lambda: attend(q, keys, values)) * tokens / size
+        return _fastest(lambda: attend_ranges(q, keys, values, starts, ends), backbone.device) * tokens / size
+    return _fastest(lambda: attend(q, keys, values), backbone.device) * tokens / size
 
 
-def _fastest(work: Callable[[], object]) -> float:
+def _fastest(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of the faster of two tries: the first one also pays for warming up."""
     taken = []
     for _ in range(2):
         start = time.perf_counter()
         work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - start)
     return min(taken)

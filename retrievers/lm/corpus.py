@@ -52,8 +52,14 @@ class Corpus:
             raise ValueError(f"cache_gb must be above 0, got {gigabytes:g}")
         self._model, self._kind, self._seed = model, codes, seed
         self._folder, self._limit = folder, int(gigabytes * 1e9)
+        self._weights = ""
         self.cache = CorpusCache([], [], 0)
         self.reused = self.truncated = 0
+
+    def load(self) -> None:
+        """Find what identifies the weights, if anything is kept under their name."""
+        if self._folder is not None:
+            self._weights = identify(self._model)
 
     def fill(
         self,
@@ -76,6 +82,9 @@ class Corpus:
         keys = text_keys(texts, self._seed)
         if self._kind == "position":
             keys = [f"{key} {number}" for number, key in enumerate(keys)]
+        if disk and backbone.device.type == "cuda":
+            whole = prompt.documents(texts, [0] * len(texts))
+            check_room(backbone, sum(map(len, whole)), len(texts))
         shards, held = _read(disk, keys, backbone.device) if disk else ([], {})
         if self._kind == "position":
             codes = list(range(len(texts)))
@@ -104,7 +113,7 @@ class Corpus:
         if self._folder is None:
             return None
         blocks = prompt.shown()["block_ids"]
-        told = [identify(self._model), prompt.settings.cap, blocks, prompt.digits, self._kind, self._seed]
+        told = [self._weights, prompt.settings.cap, blocks, prompt.digits, self._kind, self._seed]
         told += [backbone.depth, str(backbone.dtype), torch.__version__]
         key = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:24]
         return DiskCache(self._folder, key, self._limit)
@@ -158,10 +167,11 @@ def check_room(backbone: Backbone, tokens: int, documents: int) -> None:
         free = torch.cuda.mem_get_info(backbone.device)[0]
     else:
         free = psutil.virtual_memory().available
+    rest = "bfloat16" if backbone.device.type == "cuda" else "bfloat16, or keep them on disk with cache=DIR"
     if needed > free:
         raise NoRoom(
             f"keys and values of {documents:,} documents ({tokens:,} tokens) take {needed:,} bytes, but only {free:,} "
-            "are free; use fewer documents, a smaller cap or model, bfloat16, or keep them on disk with cache=DIR"
+            f"are free; use fewer documents, a smaller cap or model, or {rest}"
         )
 
 

@@ -136,17 +136,22 @@ class DiskCache:
             warnings.warn(f"{self._root}: no room for {size:,} bytes more within {self._limit:,}", stacklevel=2)
             return None
         target = self.folder / f"{told['checksum']}-{told['made']}.safetensors"
-        work = Path(tempfile.mkdtemp(suffix=".partial", dir=self.folder))
-        with ExitStack() as stack:
-            stack.callback(shutil.rmtree, work, ignore_errors=True)
-            with suppress(OSError):  # a file system without locks
-                stack.enter_context(_locked(work))
-            made = work / target.name
-            save_file(tensors, made, told)
-            with made.open("rb") as stream:
-                os.fsync(stream.fileno())
-            made.chmod(0o666 & ~_umask())
-            made.replace(target)
+        try:
+            with ExitStack() as stack:
+                work = Path(tempfile.mkdtemp(suffix=".partial", dir=self.folder))
+                stack.callback(shutil.rmtree, work, ignore_errors=True)
+                with suppress(OSError):  # a file system without locks
+                    stack.enter_context(_locked(work))
+                work.mkdir(exist_ok=True)  # somebody may have cleared it away before it was locked
+                made = work / target.name
+                save_file(tensors, made, told)
+                with made.open("rb") as stream:
+                    os.fsync(stream.fileno())
+                made.chmod(0o666 & ~_umask())
+                made.replace(target)
+        except (OSError, SafetensorError) as error:
+            warnings.warn(f"{target}: not kept: {error}", stacklevel=2)
+            return None
         self._used.add(target)
         return target
 

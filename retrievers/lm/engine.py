@@ -88,6 +88,7 @@ class Queries:
     keys: list[Tensor]  # per layer (Q, K, W, D), W the longest query
     values: list[Tensor]
     shortlists: list[list[Tensor]] | None  # per query and shard, places of the kept documents in the shard
+    kept: Tensor | None  # (Q,) documents or tokens on each shortlist, whichever SSMax counts
     scores: Tensor | None  # (Q, N) of the layer that was asked for
     hidden: Tensor | None  # (Q, width) of the last tokens after the last layer; None if the pass stopped before
     digit_keys: list[Tensor] = field(default_factory=list)  # per layer (Q, B, K, j, D)
@@ -163,7 +164,7 @@ class Engine:
         row_of, place, last = _rows(lengths, first)
         hidden = backbone.embed_tokens(torch.tensor([i for b in blocks for i in b.ids[first:]], device=device))
         cos, sin = backbone.rotation(place + self.offset)
-        state = Queries(lengths, [], [], None, None, None)
+        state = Queries(lengths, [], [], None, None, None, None)
         for number, layer in enumerate(backbone.stack()):
             if opening and opening.hidden is not None and routing and number == routing.layer + 1:
                 fresh = hidden
@@ -186,9 +187,9 @@ class Engine:
                 return state
             if routing and number == routing.layer:
                 every = Readout(number, routing.tokens, tuple(range(backbone.heads)))
-                state.shortlists = shortlists(
-                    cache, self._document_scores(cache, q, blocks, first, every), routing.keep
-                )
+                scores = self._document_scores(cache, q, blocks, first, every)
+                state.shortlists = shortlists(cache, scores, routing.keep)
+                state.kept = self._kept(cache, state.shortlists, device)
             rows: Tensor | slice = slice(None)
             rows_of, slot = row_of, place - first
             if number == backbone.depth - 1:  # of the last layer only the last tokens are read
@@ -244,19 +245,22 @@ class Engine:
         plain = torch.full((len(row_of), 1, 1), 1 / math.sqrt(self.backbone.head_dim), device=row_of.device)
         if self.config.ssmax is None:
             return plain
-        seen = torch.tensor([len(cache)] * len(state.lengths), device=row_of.device)
-        tokens = torch.tensor([cache.tokens] * len(state.lengths), device=row_of.device)
-        if routed and state.shortlists is not None:
-            seen = torch.tensor([sum(map(len, kept)) for kept in state.shortlists], device=row_of.device)
-            tokens = torch.tensor(
-                [
-                    sum(int((s.ends - s.starts)[k].sum()) for s, k in zip(cache.shards, kept, strict=True))
-                    for kept in state.shortlists
-                ],
-                device=row_of.device,
-            )
-        n = seen[row_of] if self.config.n_is == "documents" else tokens[row_of] + own
+        if routed and state.kept is not None:
+            n = state.kept[row_of]
+        else:
+            whole = len(cache) if self.config.n_is == "documents" else cache.tokens
+            n = torch.full_like(row_of, whole)
+        if self.config.n_is == "tokens":
+            n = n + own
         return plain * self.config.ssmax[layer] * n.float().log().view(-1, 1, 1)
+
+    def _kept(self, cache: CorpusCache, kept: list[list[Tensor]], device: torch.device) -> Tensor:
+        if self.config.n_is == "documents":
+            return torch.tensor([sum(map(len, places)) for places in kept], device=device)
+        lengths = [shard.ends - shard.starts for shard in cache.shards]
+        return torch.stack(
+            [sum(own[p].sum() for own, p in zip(lengths, places, strict=True)) for places in kept]  # type: ignore[misc]
+        )
 
     def _gate(self, layer: int, documents: int, part: Part) -> Tensor:
         out, lse = part
@@ -281,8 +285,8 @@ class Engine:
         """What rows (R, H, D) read from the corpus, all of it or the documents on their queries' shortlists."""
         if kept is None:
             grouped = self._group(q)
-            parts = [attend(grouped, shard.keys[layer], shard.values[layer]) for shard in cache.shards]
-            return self._ungroup(merge(parts), len(q))
+            dense = (attend(grouped, shard.keys[layer], shard.values[layer]) for shard in cache.shards)
+            return self._ungroup(merge(dense), len(q))
         outs, lses = torch.empty_like(q), q.new_empty(q.shape[:2])
         for query, places in enumerate(kept):
             rows = (row_of == query).nonzero().squeeze(1)
@@ -299,7 +303,7 @@ class Engine:
         """What rows read from their own query up to themselves; ``slot`` numbers the rows of each query from 0."""
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
         slots, width = int(slot.max()) + 1, keys.shape[2]
-        size = max(1, (1 << 24) // (self.backbone.heads * slots * width))  # bounds the scores to 64 MiB
+        size = max(1, (1 << 24) // (self.backbone.heads * slots * width))  # 64 MiB of scores, or those of one query
         for begin in range(0, len(keys), size):
             rows = ((row_of >= begin) & (row_of < begin + size)).nonzero().squeeze(1)
             at = row_of[rows] - begin, slot[rows]

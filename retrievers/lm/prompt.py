@@ -40,9 +40,11 @@ class Tokenizer:
         digits = [self.encode(str(digit)) for digit in range(10)]
         for one, other in itertools.product(range(10), repeat=2):
             pair = f"{one}{other}"
-            if len(digits[one]) != 1 or self.encode(pair) != digits[one] + digits[other]:
+            joined = self.encode(pair)
+            if len(digits[one]) != 1 or joined != digits[one] + digits[other]:
+                what = "merges digits" if len(joined) < 2 else "does not keep digits as tokens of their own"
                 raise ValueError(
-                    f"tokenizer {name}: merges digits ({pair} is {len(self.encode(pair))} token(s)), "
+                    f"tokenizer {name}: {what} ({pair} is {len(joined)} token(s)), "
                     "so that a code cannot be decoded digit by digit; use a model whose digits are single tokens"
                 )
         self.digits = [digit[0] for digit in digits]

@@ -18,13 +18,13 @@ import torch
 from tabulate import tabulate
 
 from icr_bench.retrievers.base import Document
-from icr_bench.retrievers.blocksearch import BlockSearch
+from icr_bench.retrievers.blocksearch import ROUTING_LAYER, BlockSearch
 from icr_bench.retrievers.lm import attend
-from icr_bench.retrievers.lm.backbone import Backbone, load_backbone
+from icr_bench.retrievers.lm.backbone import Backbone, load_backbone, same_fraction
 from icr_bench.retrievers.lm.cache import CorpusCache, Shard, prefill
 from icr_bench.retrievers.lm.decode import Beam, Codes, search
 from icr_bench.retrievers.lm.engine import Config, Engine, Routing
-from icr_bench.retrievers.lm.prompt import Block, Prompt, PromptSettings, Tokenizer, draw_codes
+from icr_bench.retrievers.lm.prompt import Block, Prompt, PromptSettings, Tokenizer, digits_for, draw_codes
 
 Row = tuple[str, str, str, str]
 ROWS = ("prefill", "attention", "batch", "routing", "memory")
@@ -91,7 +91,7 @@ def random_cache(backbone: Backbone, blocks: Sequence[Block], codes: Sequence[in
         keys, values = (torch.randn(shape, dtype=backbone.dtype) for _ in range(2))
         shards.append(Shard(keys, values, torch.arange(begin, end), starts, ends, *texts))
         begin = end
-    return CorpusCache(shards, codes, len(str(len(codes) - 1)) if len(codes) > 10_000 else 4)
+    return CorpusCache(shards, codes, digits_for(len(codes)))
 
 
 def prefill_row(backbone: Backbone, prompt: Prompt, texts: Sequence[str]) -> list[Row]:
@@ -184,7 +184,7 @@ def batch_row(backbone: Backbone, prompt: Prompt, cache: CorpusCache, queries: S
 def routing_row(
     name: str, backbone: Backbone, prompt: Prompt, texts: Sequence[str], queries: Sequence[Block], sizes: Sequence[int]
 ) -> list[Row]:
-    middle = round(16 * backbone.depth / 28)
+    middle = same_fraction(*ROUTING_LAYER, backbone.depth)
     configs = {
         "dense": Config(),
         "routed": Config(routing=Routing(middle, 256)),

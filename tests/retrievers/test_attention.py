@@ -320,6 +320,7 @@ def test_shipped_values_are_those_of_smollm2s_shape() -> None:
         num_attention_heads=9,
         num_key_value_heads=3,
         vocab_size=49_152,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
     )
     with torch.device("meta"):
         name, layer, heads = SHIPPED[shape(Backbone(config))]
