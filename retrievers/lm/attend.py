@@ -157,7 +157,8 @@ class Kernel:
         out, lse = torch.empty(heads, count, rows, size), torch.empty(heads, count, rows)
         arguments = (q, keys, values, _strides(keys, values), heads, rows, starts, ends, groups, count, out, lse)
         self._library.attend(*map(_pass, arguments))
-        return merge([(out[:, i], lse[:, i]) for i in range(count)])
+        whole = lse.logsumexp(1)  # over the groups, as `merge` does for any parts
+        return (out * (lse - whole.unsqueeze(1)).exp().unsqueeze(-1)).sum(1), whole
 
     def maxsim(self, q: Tensor, keys: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
         q = q.float().contiguous()
