@@ -73,7 +73,8 @@ class Corpus:
         """Take a corpus, replacing any earlier one, and return the prompt that it was written with.
 
         Raises:
-            NoRoom: before anything is computed, if keys and values exceed the free memory.
+            NoRoom: if keys and values exceed the free memory: before anything is computed, or, with a folder to keep
+                them in, as soon as that has no more room for them.
         """
         self.cache = CorpusCache([], [], 0)  # what the last corpus took is free again
         prompt = Prompt(tokenizer, settings, digits or digits_for(len(documents)))
