@@ -102,7 +102,7 @@ def render(planned: Sequence[Planned]) -> str:
     body = []
     for cell in planned:
         told = cell.estimate
-        numbers = ["not told"] + [""] * 6
+        numbers = [""] * 7 if cell.problem else ["not told"] + [""] * 6
         if told:
             numbers = [
                 f"{told['tokens']:,}",
@@ -114,10 +114,9 @@ def render(planned: Sequence[Planned]) -> str:
                 human_bytes(told["peak_bytes"]),
             ]
         body.append([cell.benchmark, f"{cell.n:,}", cell.retriever, cell.seed, *numbers, cell.problem])
-    notes = [
-        "cell: indexing and all queries one by one, which is more than a run takes, since it puts most in batches",
-        "not told: this retriever gives no estimate",
-    ]
+    notes = ["cell: indexing and all queries one by one, which is more than a run takes, since it puts most in batches"]
+    if any(cell.estimate is None and not cell.problem for cell in planned):
+        notes.append("not told: this retriever gives no estimate")
     drawn = tabulate(body, [*head, "problem"], tablefmt="github", disable_numparse=True)
     return f"{drawn}\n\n" + "".join(f"- {note}\n" for note in notes)
 

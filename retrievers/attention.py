@@ -21,7 +21,7 @@ from icr_bench.retrievers.lm.attend import cache_folder, kernel_name
 from icr_bench.retrievers.lm.backbone import Backbone, load_backbone
 from icr_bench.retrievers.lm.cache import CorpusCache, Progress, prefill
 from icr_bench.retrievers.lm.calibrate import estimate
-from icr_bench.retrievers.lm.corpus import Corpus, ask_in_groups, spans
+from icr_bench.retrievers.lm.corpus import CACHE_GB, Corpus, ask_in_groups, spans
 from icr_bench.retrievers.lm.engine import (
     Config,
     Engine,
@@ -63,8 +63,8 @@ class Attention(Retriever):
     tokens do not count on either side. Layers above the chosen one are neither computed nor kept.
 
     Args:
-        model: hub id (``org/name`` or ``org/name@revision``), a local folder or a ``.gguf`` file; a model of the Llama
-            or Qwen family.
+        model: hub id (``org/name`` or ``org/name@revision``), a local folder or a ``.gguf`` file; a model of the Llama,
+            Mistral or Qwen family.
         layer: the layer whose heads score; by default the best one on generated text (LIMIT's form, from the training
             words), found once for a model and kept in the user's cache.
         heads: the heads that score; all of a given layer.
@@ -85,7 +85,7 @@ class Attention(Retriever):
         cap: int | None = None,
         offset: int | None = None,
         cache: CacheFolder | None = None,
-        cache_gb: float = 50.0,
+        cache_gb: float = CACHE_GB,
         device: str = "cpu",
         dtype: str = "float32",
         seed: int = 0,

@@ -16,7 +16,7 @@ from icr_bench.retrievers.base import Document, Estimate, Ranking, Retriever
 from icr_bench.retrievers.lm.attend import kernel_name
 from icr_bench.retrievers.lm.backbone import load_backbone, same_fraction
 from icr_bench.retrievers.lm.calibrate import estimate
-from icr_bench.retrievers.lm.corpus import Corpus, ask_in_groups, spans
+from icr_bench.retrievers.lm.corpus import CACHE_GB, Corpus, ask_in_groups, spans
 from icr_bench.retrievers.lm.decode import Beam, Codes, search
 from icr_bench.retrievers.lm.engine import Config, Engine, Readout, Routing, Tokens, check_heads, check_layer
 from icr_bench.retrievers.lm.prompt import DIGITS, Block, Prompt, PromptSettings, check_digits, digits_for, with_given
@@ -37,8 +37,8 @@ class BlockSearch(Retriever):
     """A language model reads every document once into its KV cache and answers with the code of one.
 
     Args:
-        model: hub id (``org/name`` or ``org/name@revision``), a local folder or a ``.gguf`` file; a model of the Llama
-            or Qwen family.
+        model: hub id (``org/name`` or ``org/name@revision``), a local folder or a ``.gguf`` file; a model of the Llama,
+            Mistral or Qwen family.
         codes: ``random``, or ``position`` for the document's number (the ablation).
         digits: digits of a code; by default four, or as many as the corpus takes.
         cap: tokens of a document with its wrapper; 300 unless the weights say otherwise.
@@ -88,7 +88,7 @@ class BlockSearch(Retriever):
         per_step: int = 5,
         existing: bool = True,
         cache: CacheFolder | None = None,
-        cache_gb: float = 50.0,
+        cache_gb: float = CACHE_GB,
         device: str = "cpu",
         dtype: str = "float32",
         seed: int = 0,
@@ -110,6 +110,19 @@ class BlockSearch(Retriever):
         self._readout_heads, self._readout_tokens = readout_heads, readout_tokens
         self._beam, self._width = Beam(beam, per_step, existing), beam
         self._corpus = Corpus(model, codes, seed, cache, cache_gb)
+        decoding, routed = readout == "decode", routing != "none"
+        for given, switch, on in (
+            ({"ssmax_n": ssmax_n}, "ssmax=true", ssmax),
+            ({"routing_b": routing_b, "routing_reach": routing_reach}, "routing=last or content", routed),
+            ({"routing_layer": routing_layer}, "routing=last or content, or readout=attention", routed or not decoding),
+            ({"beam": beam, "per_step": per_step, "existing": existing}, "readout=decode", decoding),
+            (
+                {"readout_layer": readout_layer, "readout_heads": readout_heads, "readout_tokens": readout_tokens},
+                "readout=attention",
+                not decoding,
+            ),
+        ):
+            _check_effect(given, switch, on)
         self._engine: Engine | None = None
         self._tree: Codes | None = None
 
@@ -121,6 +134,7 @@ class BlockSearch(Retriever):
         depth = backbone.depth
         given = (self._routing_layer, carried.get("routing_layer"), same_fraction(*ROUTING_LAYER, depth))
         middle: int = next(layer for layer in given if layer is not None)
+        check_layer("routing_layer", middle, depth)
         routing = None
         if self._routing != "none":
             routing = Routing(middle, self._routing_b, self._routing, self._routing_reach)
@@ -132,7 +146,6 @@ class BlockSearch(Retriever):
         self._engine = Engine(backbone, config, self._settings.offset)
         self._untrained = sorted(name for name in self._scalars if name not in carried)
         self._layer = middle if self._readout_layer is None else self._readout_layer
-        check_layer("routing_layer", middle, depth)
         check_layer("readout_layer", self._layer, depth)
         self._heads = tuple(range(backbone.heads)) if self._readout_heads is None else self._readout_heads
         check_heads("readout_heads", self._heads, backbone.heads)
@@ -220,6 +233,14 @@ class BlockSearch(Retriever):
 
     def token_spans(self, texts: Sequence[str]) -> list[list[tuple[int, int]]]:
         return spans(self._words, texts)
+
+
+def _check_effect(given: dict[str, Any], switch: str, on: bool) -> None:
+    """Refuse options that change nothing: whoever gives one expects that it does."""
+    defaults = inspect.signature(BlockSearch).parameters
+    idle = [name for name, value in given.items() if value != defaults[name].default]
+    if idle and not on:
+        raise ValueError(f"{' and '.join(idle)} would change nothing; give {switch} too")
 
 
 def _carried(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Decoder language models of the Llama and Qwen families, cut where in-context retrieval needs to cut them.
+"""Decoder language models of the Llama, Mistral and Qwen families, cut where in-context retrieval needs to cut them.
 
 The parameters carry the names that Hugging Face gives them, so that checkpoints load and save unchanged; the forward
 pass is split into what comes before and after attention, since prefill, query pass and digit passes attend differently.

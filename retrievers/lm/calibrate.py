@@ -11,9 +11,9 @@ import torch
 from icr_bench.retrievers.base import Estimate
 from icr_bench.retrievers.lm.attend import attend, attend_ranges
 from icr_bench.retrievers.lm.backbone import Backbone
-from icr_bench.retrievers.lm.cache import prefill
+from icr_bench.retrievers.lm.cache import CorpusCache, prefill
 from icr_bench.retrievers.lm.corpus import batch_bytes
-from icr_bench.retrievers.lm.engine import Config
+from icr_bench.retrievers.lm.engine import Config, Engine
 from icr_bench.retrievers.lm.prompt import Block
 
 PREFILL_TOKENS = 768
@@ -60,7 +60,7 @@ def estimate(
         dense = depth
         if config.routing:
             dense = 0 if number and config.routing.reach == "every" else min(config.routing.layer + 1, depth)
-        query_s += beams * seconds + dense * _attend_s(backbone, beams, tokens)
+        query_s += _pass_s(backbone, beams) * depth / backbone.depth + dense * _attend_s(backbone, beams, tokens)
         if dense < depth:
             query_s += (depth - dense) * _attend_s(backbone, beams, tokens * kept, routed=True)
     index_bytes = tokens * backbone.token_bytes()
@@ -77,6 +77,22 @@ def estimate(
         index_s=index_s,
         query_s=query_s,
     )
+
+
+def _pass_s(backbone: Backbone, rows: int) -> float:
+    """Seconds that query rows take in all layers but for the corpus, and in the end over the vocabulary.
+
+    Few rows take far longer each than those of a prefill: weights are read, and calls made, for them alone.
+    """
+    engine, block = Engine(backbone, Config(), 0), Block([0] * rows, 0, 0)
+    cache = CorpusCache(list(prefill(backbone, [Block([0], 0, 0)], [0])), [0], 1)
+
+    def work() -> None:
+        state = engine.query_pass(cache, [block])
+        assert state.hidden is not None
+        backbone.log_probabilities(state.hidden.expand(rows, -1))
+
+    return _fastest(work, backbone.device)
 
 
 def _attend_s(backbone: Backbone, rows: int, tokens: float, *, routed: bool = False) -> float:

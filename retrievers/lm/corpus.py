@@ -31,6 +31,10 @@ QUERIES, QUERY_TOKENS = 32, 2048
 """Queries, and tokens of queries, that share a pass over the corpus, at most."""
 
 
+CACHE_GB = 50.0
+"""Size that a folder with keys and values may have unless told otherwise, in 10^9 bytes."""
+
+
 class NoRoom(MemoryError):
     """The corpus's keys and values would not fit into memory."""
 
@@ -50,6 +54,8 @@ class Corpus:
     ) -> None:
         if not 0 < gigabytes < math.inf:
             raise ValueError(f"cache_gb must be above 0, got {gigabytes:g}")
+        if folder is None and gigabytes != CACHE_GB:
+            raise ValueError("cache_gb would change nothing; give cache=DIR too")
         self._model, self._kind, self._seed = model, codes, seed
         self._folder, self._limit = folder, int(gigabytes * 1e9)
         self._weights = ""

@@ -174,6 +174,7 @@ def test_a_retriever_without_an_estimate_is_not_told(planner: Planner, in_proces
     assert [cell["tokens"] for cell in answer.cells] == ["not told", "not told"]
     assert {cell[column] for cell in answer.cells for column in COLUMNS[5:]} == {""}
     assert "not told: this retriever gives no estimate" in answer.out
+    assert "not told" not in planner.plan("fake").out
 
 
 def test_it_takes_the_arguments_of_a_run(planner: Planner, in_process: list[Job]) -> None:

@@ -166,6 +166,15 @@ def attention_row(backbone: Backbone, tokens: int) -> list[Row]:
     ]
 
 
+def speed(backbone: Backbone, rows: int, tokens: int) -> float:
+    """Share of the speed of a large matrix product at which query rows attend to one layer, arithmetic alone."""
+    keys, values = (torch.randn(backbone.kv_heads, tokens, backbone.head_dim, dtype=backbone.dtype) for _ in range(2))
+    q = torch.randn(backbone.kv_heads, rows * backbone.heads // backbone.kv_heads, backbone.head_dim)
+    square = torch.randn(2048, 2048, dtype=backbone.dtype)
+    attended, product = fastest(lambda: attend.attend(q, keys, values), lambda: square @ square)
+    return 4 * rows * backbone.heads * tokens * backbone.head_dim / attended / (2 * 2048**3 / product)
+
+
 def batch_row(backbone: Backbone, prompt: Prompt, cache: CorpusCache, queries: Sequence[Block]) -> list[Row]:
     engine, codes = Engine(backbone, Config(), 300), Codes(cache.codes, cache.digits, backbone.device)
     digits = prompt.tokenizer.digits
@@ -177,7 +186,15 @@ def batch_row(backbone: Backbone, prompt: Prompt, cache: CorpusCache, queries: S
 
         together, single = fastest(lambda: ask(queries), lambda: [ask([block]) for block in queries], tries=2)
         what = f"{len(queries)} queries, {name}, N={len(cache):,}"
-        rows.append(("queries at once", what, f"{single / together:.2f}x the throughput of single ones", ""))
+        alone, all_rows = (speed(backbone, beam.width * count, cache.shards[0].tokens) for count in (1, len(queries)))
+        rows.append(
+            (
+                "queries at once",
+                what,
+                f"{single / together:.2f}x the throughput of single ones",
+                f"a digit's attention: {alone:.0%} of the speed of a matrix product alone, {all_rows:.0%} together",
+            )
+        )
     return rows
 
 

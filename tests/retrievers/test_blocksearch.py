@@ -190,12 +190,13 @@ def test_a_model_must_be_given(
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_is_blocksearch_with_the_options_written_out(name: str, tiny_model: TinyModel) -> None:
-    given = {"model": str(tiny_model()), "routing_b": 3}
+    kept = {"routing_b": 3} if "routing" in ROWS[name] else {}
+    given = {"model": str(tiny_model()), **kept}
     filled = {"device": "cpu", "dtype": "float32", "seed": 0}
     row = Registry().build("retriever", Spec(name, given), filled)
     row.load()
     row.index(corpus(TEXTS))
-    plain = made(tiny_model(), routing_b=3, **ROWS[name])
+    plain = made(tiny_model(), **kept, **ROWS[name])
     assert row.search(QUERIES, 5) == plain.search(QUERIES, 5)
     assert row.settings() == plain.settings()
 
@@ -242,12 +243,42 @@ def test_a_cache_size_that_is_no_number_of_bytes_is_refused(value: float) -> Non
         BlockSearch(model=Model("org/name"), cache_gb=value)
 
 
+IDLE: dict[str, tuple[dict[str, Any], str]] = {
+    "ssmax_n": ({"ssmax_n": "tokens"}, "ssmax_n would change nothing; give ssmax=true too"),
+    "routing_b": ({"routing_b": 5}, "routing_b would change nothing; give routing=last or content too"),
+    "routing_reach": ({"routing_reach": "upper"}, "routing_reach would change nothing; give routing=last or content"),
+    "routing_layer": ({"routing_layer": 2}, "routing_layer would change nothing; give routing=last or content, or"),
+    "beam": (
+        {"readout": "attention", "beam": 5, "existing": False},
+        "beam and existing would change nothing; give readout=decode too",
+    ),
+    "readout_heads": ({"readout_heads": (1,)}, "readout_heads would change nothing; give readout=attention too"),
+    "cache_gb": ({"cache_gb": 5.0}, "cache_gb would change nothing; give cache=DIR too"),
+}
+
+
+@pytest.mark.parametrize("option", IDLE)
+def test_an_option_without_effect_is_refused(option: str) -> None:
+    options, sentence = IDLE[option]
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        BlockSearch(model=Model("org/name"), **options)
+
+
+def test_an_option_of_a_row_that_is_switched_off_is_refused() -> None:
+    spec = Spec("blocksearch-routing", {"model": "org/name", "routing": "none", "routing_b": 5})
+    with pytest.raises(ValueError, match="routing_b would change nothing"):
+        Registry().build("retriever", spec, {})
+
+
 BEYOND: dict[str, tuple[dict[str, Any], str]] = {
     "cap": ({"cap": 17}, "a block's wrapper takes 18 tokens, more than the cap of 17"),
-    "routing layer": ({"routing": "last", "routing_layer": 4}, r"routing.layer 4: the model has layers 0 to 3"),
-    "negative routing layer": ({"routing": "last", "routing_layer": -1}, r"routing.layer -1: the model has layers 0"),
-    "readout layer": ({"readout_layer": 4}, "readout_layer 4: the model has layers 0 to 3"),
-    "readout heads": ({"readout_heads": (0, 4)}, r"readout_heads 0\+4: expected different ones of 0 to 3"),
+    "routing layer": ({"routing": "last", "routing_layer": 4}, "routing_layer 4: the model has layers 0 to 3"),
+    "negative routing layer": ({"routing": "last", "routing_layer": -1}, "routing_layer -1: the model has layers 0"),
+    "readout layer": ({"readout": "attention", "readout_layer": 4}, "readout_layer 4: the model has layers 0 to 3"),
+    "readout heads": (
+        {"readout": "attention", "readout_heads": (0, 4)},
+        r"readout_heads 0\+4: expected different ones of 0 to 3",
+    ),
     "digits": ({"digits": 1}, "digits=1 make 10 codes, fewer than the 20 documents"),
 }
 
@@ -276,7 +307,7 @@ def test_what_does_not_fit_the_model_is_a_failed_cell_with_that_sentence(
 
 def test_a_routing_layer_beyond_the_model_is_told_under_its_own_name(tiny_model: TinyModel) -> None:
     with pytest.raises(ValueError, match=r"^routing_layer 4: the model has layers 0 to 3$"):
-        made(tiny_model(), routing_layer=4)
+        made(tiny_model(), routing="last", routing_layer=4)
 
 
 @pytest.mark.parametrize("heads", [(0, 0), ()])

@@ -364,10 +364,16 @@ QUERY = st.one_of(st.sampled_from(["", "\udc00", "z" * 230, "many words " * 30])
 CHECKED = settings(max_examples=10, deadline=None, derandomize=True, database=None)
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "no restriction": {"existing": False, "digits": 1, "beam": 10},
-    "ssmax and routing": {"ssmax": True, "routing": "content", "routing_layer": 1, "routing_b": 2},
-    "sink and upper routing": {"sink_gate": True, "routing": "last", "routing_b": 1, "routing_reach": "upper"},
+    "plain": {"per_step": 10},
+    "no restriction": {"per_step": 10, "existing": False, "digits": 1, "beam": 10},
+    "ssmax and routing": {"per_step": 10, "ssmax": True, "routing": "content", "routing_layer": 1, "routing_b": 2},
+    "sink and upper routing": {
+        "per_step": 10,
+        "sink_gate": True,
+        "routing": "last",
+        "routing_b": 1,
+        "routing_reach": "upper",
+    },
     "readout": {"readout": "attention", "readout_layer": 1},
     "readout by content": {"readout": "attention", "readout_tokens": "content", "readout_heads": (1,)},
 }
@@ -375,7 +381,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def loaded(model: Path) -> dict[str, BlockSearch]:
-    made = {name: BlockSearch(model=str(model), **({"cap": CAP, "per_step": 10} | VARIANTS[name])) for name in VARIANTS}
+    made = {name: BlockSearch(model=str(model), cap=CAP, **VARIANTS[name]) for name in VARIANTS}
     for searched in made.values():
         searched.load()
     return made

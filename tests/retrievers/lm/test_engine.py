@@ -634,7 +634,8 @@ def scored(
     model: Path, texts: Sequence[str], queries: Sequence[str], options: dict[str, Any], k: int = 0
 ) -> list[dict[str, float]]:
     """The score of every text that is found, for each query."""
-    retriever = BlockSearch(model=str(model), **({"per_step": 10} | options))
+    wide = {} if options.get("readout") == "attention" else {"per_step": 10}
+    retriever = BlockSearch(model=str(model), **(wide | options))
     retriever.load()
     retriever.index([Document(number, text) for number, text in enumerate(texts)])
     rankings = retriever.search(queries, k or len(texts))
@@ -686,11 +687,11 @@ def test_readout_ranks_every_document_and_empty_ones_last(qwen: Path) -> None:
         assert list(ranking.scores) == sorted(ranking.scores, reverse=True)
 
 
-@pytest.mark.parametrize("readout", ["decode", "attention"])
-def test_a_query_without_tokens_of_its_own_is_answered(qwen: Path, readout: str) -> None:
+@pytest.mark.parametrize("readout", [{}, {"readout": "attention", "readout_tokens": "content"}])
+def test_a_query_without_tokens_of_its_own_is_answered(qwen: Path, readout: dict[str, Any]) -> None:
     """Routing and readout by content then have nothing to score with, so that the first documents stand."""
-    options = {"routing": "content", "routing_layer": 1, "routing_b": 3, "readout": readout}
-    (found,) = scored(qwen, sentences(8), [""], options | {"readout_tokens": "content"})
+    options = {"routing": "content", "routing_layer": 1, "routing_b": 3} | readout
+    (found,) = scored(qwen, sentences(8), [""], options)
     assert len(found) == 8
     assert all(map(math.isfinite, found.values()))
 
