@@ -28,13 +28,15 @@ def hits(scores: torch.Tensor, golds: list[set[int]]) -> float:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--model", required=True, help="hub id, folder or .gguf file")
-    options.add_argument("--data", type=Path, help="BEIR folder; all of its documents are read, so take a small one")
+    options.add_argument("--data", type=Path, help="BEIR folder, in place of the generated text")
+    options.add_argument("--split", default="test")
+    options.add_argument("-n", type=int, help="documents; all by default")
     options.add_argument("--queries", type=int, default=100)
     given = options.parse_args()
     texts, questions, golds = generated()
     if given.data:
-        whole = beir(path=given.data)
-        task = whole.choose(seed=0, relevant=1, queries=given.queries).at(len(whole.documents))
+        whole = beir(path=given.data, split=given.split)
+        task = whole.choose(seed=0, relevant=1, queries=given.queries).at(given.n or len(whole.documents))
         texts, questions = [document.text for document in task.documents], [query.text for query in task.queries]
         number = {identity: place for place, identity in enumerate(task.ids)}
         golds = [{number[d] for d, grade in task.judgments[q.id].items() if grade >= 1} for q in task.queries]
