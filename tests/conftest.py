@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,41 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
         if key not in made:
             made[key] = tmp_path_factory.mktemp(family)
             _write(made[key], family, layers, seed, bos, config)
+        return made[key]
+
+    return make
+
+
+RandomModel = Callable[..., tuple[Path, Any]]
+
+
+@pytest.fixture(scope="session")
+def random_model(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
+    """Make folder and transformers' model of two layers, ``random_model("qwen3", **config)``, with biases and norms
+    that are not zero and one; the same is reused."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def make(family: str, **config: Any) -> tuple[Path, Any]:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        key = repr((family, sorted(config.items())))
+        if key not in made:
+            tiny = tiny_model("llama", layers=2)
+            base = AutoConfig.from_pretrained(tiny).to_dict()
+            for name in ("model_type", "architectures", "rope_parameters"):
+                base.pop(name)
+            torch.manual_seed(7)
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(base | config))).eval()
+            with torch.no_grad():
+                for weight in model.parameters():
+                    if weight.ndim == 1:
+                        weight += 0.4 * torch.randn_like(weight)
+            folder = tmp_path_factory.mktemp("random") / "model"
+            model.save_pretrained(folder)
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(tiny / file, folder)
+            made[key] = folder, model
         return made[key]
 
     return make

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from icr_bench.retrievers.lm.prompt import Tokenizer
 from icr_bench.retrievers.weights import locate
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -195,15 +196,14 @@ def frequencies(config: Any) -> tuple[Tensor, float]:
     return scaled, float(factor)
 
 
-def load_backbone(model: str, device: str = "cpu", dtype: str = "float32") -> tuple[Backbone, Any, Path]:
+def load_backbone(model: str, device: str = "cpu", dtype: str = "float32") -> tuple[Backbone, Tokenizer, Path]:
     """Bring a model from the hub, a folder or a ``.gguf`` file.
 
     Args:
         model: ``org/name``, ``org/name@revision``, a folder with config.json and safetensors, or a GGUF file.
 
     Returns:
-        The backbone without gradients, its tokenizer (of the ``tokenizers`` library, with `Special` tokens beside it)
-        and the folder or file that it was read from.
+        The backbone without gradients, its tokenizer, and the folder or file that it was read from.
 
     Raises:
         UnsupportedModel: weights or tokenizer of a kind that is not supported.
@@ -215,7 +215,7 @@ def load_backbone(model: str, device: str = "cpu", dtype: str = "float32") -> tu
 
         config, tensors, tokenizer = read_gguf(path)
     else:
-        config, tensors, tokenizer = _read_folder(path, model)
+        config, tensors, tokenizer = _read_folder(path)
     try:
         with torch.device("meta"):
             backbone = Backbone(config)
@@ -263,12 +263,10 @@ def fetch(model: str) -> Path:
         raise OSError(f"{model}: neither a local folder or .gguf file nor a hub id (org/name)") from None
 
 
-def _read_folder(folder: Path, name: str) -> tuple[Any, dict[str, Tensor], Any]:
+def _read_folder(folder: Path) -> tuple[Any, dict[str, Tensor], Tokenizer]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoTokenizer
-
-    from icr_bench.retrievers.lm.prompt import Tokenizer
 
     if not (folder / "config.json").is_file():
         raise UnsupportedModel(f"{folder}: holds no config.json; give the folder of a Hugging Face model")

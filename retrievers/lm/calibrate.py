@@ -60,7 +60,8 @@ def estimate(
         dense = depth
         if config.routing:
             dense = 0 if number and config.routing.reach == "every" else min(config.routing.layer + 1, depth)
-        query_s += _pass_s(backbone, beams) * depth / backbone.depth + dense * _attend_s(backbone, beams, tokens)
+        told = 0 if depth < backbone.depth else beams if number else 1
+        query_s += _pass_s(backbone, beams, told) * depth / backbone.depth + dense * _attend_s(backbone, beams, tokens)
         if dense < depth:
             query_s += (depth - dense) * _attend_s(backbone, beams, tokens * kept, routed=True)
     index_bytes = tokens * backbone.token_bytes()
@@ -79,8 +80,8 @@ def estimate(
     )
 
 
-def _pass_s(backbone: Backbone, rows: int) -> float:
-    """Seconds that query rows take in all layers but for the corpus, and in the end over the vocabulary.
+def _pass_s(backbone: Backbone, rows: int, told: int) -> float:
+    """Seconds that query rows take in all layers, but for the corpus, and ``told`` of them over the vocabulary.
 
     Few rows take far longer each than those of a prefill: weights are read, and calls made, for them alone.
     """
@@ -90,7 +91,8 @@ def _pass_s(backbone: Backbone, rows: int) -> float:
     def work() -> None:
         state = engine.query_pass(cache, [block])
         assert state.hidden is not None
-        backbone.log_probabilities(state.hidden.expand(rows, -1))
+        if told:
+            backbone.log_probabilities(state.hidden.expand(told, -1))
 
     return _fastest(work, backbone.device)
 

@@ -30,7 +30,6 @@ from icr_bench.retrievers.weights import identify
 QUERIES, QUERY_TOKENS = 32, 2048
 """Queries, and tokens of queries, that share a pass over the corpus, at most."""
 
-
 CACHE_GB = 50.0
 """Size that a folder with keys and values may have unless told otherwise, in 10^9 bytes."""
 
@@ -80,7 +79,7 @@ class Corpus:
 
         Raises:
             NoRoom: if keys and values exceed the free memory: before anything is computed, or, with a folder to keep
-                them in, as soon as that has no more room for them.
+                them in, as soon as that has no more room for them or a part of what it holds would not fit as a copy.
         """
         self.cache = CorpusCache([], [], 0)  # what the last corpus took is free again
         prompt = Prompt(tokenizer, settings, digits or digits_for(len(documents)))
@@ -92,7 +91,7 @@ class Corpus:
         if disk and backbone.device.type == "cuda":
             whole = prompt.documents(texts, [0] * len(texts))
             check_room(backbone, sum(map(len, whole)), len(texts))
-        shards, held = _read(disk, keys, backbone.device) if disk else ([], {})
+        shards, held = _read(disk, keys, backbone) if disk else ([], {})
         if self._kind == "position":
             codes = list(range(len(texts)))
         else:
@@ -139,7 +138,7 @@ class Corpus:
         }
 
 
-def _read(disk: DiskCache, keys: Sequence[str], device: torch.device) -> tuple[list[Shard], dict[int, int]]:
+def _read(disk: DiskCache, keys: Sequence[str], backbone: Backbone) -> tuple[list[Shard], dict[int, int]]:
     """The shards of documents that could be read from disk, and these documents' codes, none of which occurs twice."""
     found = disk.find()
     taken: dict[int, tuple[int, Held]] = {}
@@ -147,7 +146,8 @@ def _read(disk: DiskCache, keys: Sequence[str], device: torch.device) -> tuple[l
         entry = next((held for held in found.get(key, ()) if held.code not in taken), None)
         if entry:
             taken[entry.code] = number, entry
-    shards = [shard.to(device) for shard in disk.load(taken.values())]
+    copied = disk.load(taken.values(), lambda tokens: check_room(backbone, tokens, len(keys)))
+    shards = [shard.to(backbone.device) for shard in copied]
     read = {number for shard in shards for number in shard.documents.tolist()}
     return shards, {number: code for code, (number, _) in taken.items() if number in read}
 
@@ -174,7 +174,9 @@ def check_room(backbone: Backbone, tokens: int, documents: int) -> None:
         free = torch.cuda.mem_get_info(backbone.device)[0]
     else:
         free = psutil.virtual_memory().available
-    rest = "bfloat16" if backbone.device.type == "cuda" else "bfloat16, or keep them on disk with cache=DIR"
+    rest = "bfloat16"
+    if backbone.device.type == "cpu":
+        rest += ", or keep them on disk (cache=DIR for this corpus alone, with room in cache_gb)"
     if needed > free:
         raise NoRoom(
             f"keys and values of {documents:,} documents ({tokens:,} tokens) take {needed:,} bytes, but only {free:,} "

@@ -8,8 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from icr_bench.retrievers.lm.backbone import Backbone
 from icr_bench.retrievers.lm.cache import CorpusCache
 from icr_bench.retrievers.lm.engine import Engine, Queries
+
+ROWS = 64
+"""Beams whose logits over the whole vocabulary are held at once."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ def search(
     queries, most = len(state.lengths), max(beam.width, k)
     prefixes = torch.zeros(queries, 1, dtype=torch.long, device=ids.device)
     scores = torch.zeros(queries, 1, device=ids.device)
-    logs = engine.backbone.log_probabilities(state.hidden).unsqueeze(1)[..., ids]  # (Q, 1, 10)
+    logs = _digit_logs(engine.backbone, state.hidden, ids).unsqueeze(1)  # (Q, 1, 10)
     for length in range(codes.digits):
         longer = prefixes.unsqueeze(-1) * 10 + torch.arange(10, device=ids.device)  # (Q, B, 10)
         total = scores.unsqueeze(-1) + logs
@@ -90,7 +94,13 @@ def search(
         prefixes = prefixes.gather(1, parents) * 10 + digits
         if length < codes.digits - 1:
             hidden = engine.digit_pass(cache, state, ids[digits], parents)
-            logs = engine.backbone.log_probabilities(hidden)[..., ids]
+            logs = _digit_logs(engine.backbone, hidden, ids)  # (Q, B, 10)
     order = scores.argsort(dim=1, descending=True, stable=True)
     prefixes, scores = prefixes.gather(1, order), scores.gather(1, order)
     return codes.document[prefixes].masked_fill(scores == -torch.inf, -1), scores
+
+
+def _digit_logs(backbone: Backbone, hidden: Tensor, ids: Tensor) -> Tensor:
+    """Log-probabilities of the digits, (..., 10), after hidden states (..., width)."""
+    parts = [backbone.log_probabilities(rows)[:, ids] for rows in hidden.flatten(0, -2).split(ROWS)]
+    return torch.cat(parts).unflatten(0, hidden.shape[:-1])

@@ -10,7 +10,7 @@ import tempfile
 import time
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,11 +71,16 @@ class DiskCache:
                 found.setdefault(document, []).append(held)
         return found
 
-    def load(self, wanted: Iterable[tuple[int, Held]]) -> Iterator[Shard]:
+    def load(
+        self, wanted: Iterable[tuple[int, Held]], copying: Callable[[int], None] = lambda tokens: None
+    ) -> Iterator[Shard]:
         """The shards of documents, given with their numbers; a file whose content is damaged gives none of its own.
 
         A shard that is wanted whole is mapped into memory, of others the documents wanted are copied. They come in the
         order in which they were made.
+
+        Args:
+            copying: told the tokens of documents that are about to be copied; it may refuse by raising.
         """
         files: dict[Path, list[tuple[int, Held]]] = {}
         for number, held in wanted:
@@ -92,7 +97,9 @@ class DiskCache:
                 os.utime(file)
             members = sorted(members, key=lambda member: member[1].place)
             if len(members) < len(shard.documents):
-                shard = shard.select([held.place for _, held in members])
+                places = [held.place for _, held in members]
+                copying(int((shard.ends - shard.starts)[places].sum()))
+                shard = shard.select(places)
             shards.append((made, shard.numbered([number for number, _ in members])))
         for _, shard in sorted(shards, key=lambda one: one[0]):
             yield shard

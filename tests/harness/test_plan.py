@@ -299,6 +299,7 @@ def test_a_cell_that_cannot_be_told_is_a_problem_and_others_are_told(
     answer = planner.plan("broken", "silent")
     assert answer.code == 1
     assert [cell["problem"] for cell in answer.cells] == [problem, ""]
+    assert [cell["tokens"] for cell in answer.cells] == ["", "not told"]
     assert "Traceback" not in answer.err
 
 

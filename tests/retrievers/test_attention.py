@@ -206,19 +206,6 @@ def test_what_can_be_known_before_loading_is_no_cell(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("call", ["index", "search", "settings", "estimate"])
-def test_a_call_before_load_is_refused(call: str) -> None:
-    retriever = Attention(model=Model("org/name"))
-    arguments = {
-        "index": (corpus(TEXTS),),
-        "search": (QUERIES, 1),
-        "settings": (),
-        "estimate": (corpus(TEXTS), QUERIES),
-    }
-    with pytest.raises(RuntimeError, match="search before"):
-        getattr(retriever, call)(*arguments[call])
-
-
 def test_search_before_index_is_refused(tiny_model: TinyModel) -> None:
     with pytest.raises(RuntimeError, match="search before index"):
         loaded(tiny_model(), layer=0).search(QUERIES, 1)

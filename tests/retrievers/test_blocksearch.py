@@ -332,19 +332,6 @@ def test_a_tokenizer_that_merges_digits_is_refused_by_name(tiny_model: TinyModel
         made(folder)
 
 
-@pytest.mark.parametrize("call", ["index", "search", "settings", "estimate"])
-def test_a_call_before_load_is_refused(call: str) -> None:
-    retriever = BlockSearch(model=Model("org/name"))
-    arguments = {
-        "index": (corpus(TEXTS),),
-        "search": (QUERIES, 1),
-        "settings": (),
-        "estimate": (corpus(TEXTS), QUERIES),
-    }
-    with pytest.raises(RuntimeError, match="search before"):
-        getattr(retriever, call)(*arguments[call])
-
-
 def test_search_before_index_is_refused(tiny_model: TinyModel) -> None:
     retriever = BlockSearch(model=Model(str(tiny_model())))
     retriever.load()

@@ -10,6 +10,7 @@ import pytest
 from icr_bench.harness.registry import Registry
 from icr_bench.harness.spec import parse_spec
 from icr_bench.harness.validate import validate
+from icr_bench.retrievers.base import Document
 
 OPTIONS = {
     "dense": "dense:model={minilm}",
@@ -47,3 +48,14 @@ def test_keeps_the_contract(text: str, tiny_model: Callable[..., Path], tmp_path
     results = validate(lambda: registry.build("retriever", spec, filled))
     assert [f"{result.name}: {result.problem}" for result in results if not result.ok] == []
     assert len(results) > 10
+
+
+@pytest.mark.parametrize("call", ["index", "search", "settings", "estimate"])
+@pytest.mark.parametrize("name", [name for name, options in OPTIONS.items() if "{tiny}" in options])
+def test_a_language_model_is_not_asked_before_load(name: str, call: str) -> None:
+    filled = {"device": "cpu", "dtype": "float32", "seed": 0}
+    retriever = Registry().build("retriever", parse_spec(f"{name}:model=org/name"), filled)
+    documents = [Document(0, "text")]
+    arguments = {"index": (documents,), "search": (["query"], 1), "settings": (), "estimate": (documents, ["query"])}
+    with pytest.raises(RuntimeError, match="search before"):
+        getattr(retriever, call)(*arguments[call])

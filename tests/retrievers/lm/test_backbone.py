@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from icr_bench.retrievers.lm.backbone import Backbone, Norm, UnsupportedModel, load_backbone, same_fraction
 
 TinyModel = Callable[..., Path]
-Made = Callable[..., tuple[Path, Any]]
+RandomModel = Callable[..., tuple[Path, Any]]
+Made = Callable[[str], tuple[Path, Any]]
 
 IDS = torch.randint(0, 260, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -61,29 +62,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 SCALED = ("llama, linear", "llama, llama3", "llama, yarn")
 
 
-@pytest.fixture(scope="module")
-def made(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Folder and transformers' model of a case, with biases and norms that are not zero and one."""
-    known: dict[str, tuple[Path, Any]] = {}
+@pytest.fixture
+def made(random_model: RandomModel) -> Made:
+    """Folder and transformers' model of a case."""
 
     def make(name: str) -> tuple[Path, Any]:
-        if name not in known:
-            family, config = MODELS[name]
-            base = AutoConfig.from_pretrained(tiny_model("llama", layers=2)).to_dict()
-            for key in ("model_type", "architectures", "rope_parameters"):
-                base.pop(key)
-            torch.manual_seed(7)
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(base | config))).eval()
-            with torch.no_grad():
-                for weight in model.parameters():
-                    if weight.ndim == 1:
-                        weight += 0.4 * torch.randn_like(weight)
-            folder = tmp_path_factory.mktemp("made") / "model"
-            model.save_pretrained(folder)
-            for file in ("tokenizer.json", "tokenizer_config.json"):
-                shutil.copy(tiny_model("llama", layers=2) / file, folder)
-            known[name] = folder, model
-        return known[name]
+        family, config = MODELS[name]
+        return random_model(family, **config)
 
     return make
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,15 +26,6 @@ from icr_bench.retrievers.lm.prompt import Block
 FAMILIES = ("qwen3", "llama")
 SHARD_BYTES = (1, 40_000, 1 << 29)
 """Each document alone, about three of them, all in one."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """On a shared machine each parallel region waits for threads that do not run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # Batches

@@ -29,25 +29,17 @@ from icr_bench.harness.cli import main
 from icr_bench.harness.process import Limits, OnProgress
 from icr_bench.retrievers.base import Document, Ranking
 from icr_bench.retrievers.blocksearch import BlockSearch
+from icr_bench.retrievers.lm.backbone import load_backbone
 from icr_bench.retrievers.lm.cache import prefill
-from icr_bench.retrievers.lm.corpus import NoRoom
+from icr_bench.retrievers.lm.corpus import NoRoom, _read
 from icr_bench.retrievers.lm.disk import TENSORS, DiskCache
-from icr_bench.retrievers.lm.prompt import draw_codes
+from icr_bench.retrievers.lm.prompt import Block, draw_codes
 
 TEXTS = [f"text {i} " + "more words " * (i * 7 % 9) for i in range(24)]
 QUERIES = ["text 3", "more words", "something else"]
 
 SHARD_BYTES = 300_000
 """Makes four files or so of these documents."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """On a shared machine each parallel region waits for threads that do not run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def use_small_shards() -> pytest.MonkeyPatch:
@@ -346,6 +338,19 @@ def test_documents_whose_codes_clashed_are_found_afterwards(model: Path, tmp_pat
         file.rename(file.with_name(f"z{number}.safetensors"))  # a checksum may come last
     assert indexed(model, tmp_path, TEXTS[:8], digits=1).computed > 0
     assert indexed(model, tmp_path, TEXTS[:8], digits=1).computed == 0
+
+
+def test_an_older_entry_serves_where_the_newest_clashes(model: Path, tmp_path: Path) -> None:
+    """Of two documents with one code in their newest files, one has another code in an older file."""
+    (shard,) = prefill(load_backbone(str(model))[0], [Block([1, 2, 3], 0, 3)], [0])
+    disk = DiskCache(tmp_path / "cache", "key", 1 << 20)
+    disk.prepare()
+    for key, code in (("b", 7), ("a", 5), ("b", 5)):
+        assert disk.store(shard, [key], [code])
+    found = [[held.code for held in disk.find()[key]] for key in ("a", "b")]
+    assert found == [[5], [5, 7]]
+    _, codes = _read(disk, ["a", "b"], load_backbone(str(model))[0])
+    assert codes == {0: 5, 1: 7}
 
 
 # Memory
@@ -779,6 +784,13 @@ def test_what_has_no_room_on_disk_needs_room_in_memory(
         warnings.simplefilter("ignore")
         with pytest.raises(NoRoom):
             indexed(model, tmp_path, cache_gb=1e-6)
+
+
+def test_a_copy_of_a_part_needs_room_in_memory(model: Path, full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
+    with pytest.raises(NoRoom, match=r"only 1,000 are free.*cache=DIR for this corpus alone"):
+        indexed(model, full, TEXTS[::3])
+    assert indexed(model, full).computed == 0  # files that are mapped as they are need none
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0])

@@ -249,15 +249,6 @@ def apart(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
     return max(float((x.float() - y.float()).abs().max()) for x, y in zip(one, other, strict=True))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are small here: more threads would only wait for each other, for minutes where processors are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def qwen(tiny_model: TinyModel) -> Path:
     return tiny_model("qwen3", seed=3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from icr_bench.retrievers.lm.gguf import GPT2_SPLIT, QWEN_SPLIT
 from icr_bench.retrievers.lm.prompt import Prompt, PromptSettings, Tokenizer
 
 TinyModel = Callable[..., Path]
-Made = Callable[..., tuple[Path, Any]]
+RandomModel = Callable[..., tuple[Path, Any]]
 Tensors = dict[str, np.ndarray]
 
 IDS = torch.randint(0, 260, (24,), generator=torch.Generator().manual_seed(3))
@@ -122,37 +121,10 @@ def renamed(name: str) -> str:
     return f"blk.{number}.{PARTS[stem]}.{kind}"
 
 
-@pytest.fixture(scope="module")
-def made(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Folder and transformers' model of a family, with biases and norms that are not zero and one."""
-    known: dict[str, tuple[Path, Any]] = {}
-
-    def make(family: str = "llama", **config: Any) -> tuple[Path, Any]:
-        key = repr((family, sorted(config.items())))
-        if key not in known:
-            base = AutoConfig.from_pretrained(tiny_model("llama", layers=2)).to_dict()
-            for name in ("model_type", "architectures", "rope_parameters"):
-                base.pop(name)
-            torch.manual_seed(11)
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(base | config))).eval()
-            with torch.no_grad():
-                for weight in model.parameters():
-                    if weight.ndim == 1:
-                        weight += 0.4 * torch.randn_like(weight)
-            folder = tmp_path_factory.mktemp("made") / "model"
-            model.save_pretrained(folder)
-            for file in ("tokenizer.json", "tokenizer_config.json"):
-                shutil.copy(tiny_model("llama", layers=2) / file, folder)
-            known[key] = folder, model
-        return known[key]
-
-    return make
-
-
 @pytest.fixture
-def file(made: Made) -> File:
+def file(random_model: RandomModel) -> File:
     """The content of a sound file of the Llama family, to be spoilt."""
-    return File(made(), "llama")
+    return File(random_model("llama"), "llama")
 
 
 def log_probabilities(backbone: Backbone, ids: Tensor) -> Tensor:
@@ -185,9 +157,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_file_equals_the_folder_it_was_made_from(made: Made, tmp_path: Path, name: str) -> None:
+def test_a_file_equals_the_folder_it_was_made_from(random_model: RandomModel, tmp_path: Path, name: str) -> None:
     family, config = MODELS[name]
-    folder, model = made(family, **config)
+    folder, model = random_model(family, **config)
     architecture = "llama" if family == "mistral" else family
     path = File((folder, model), architecture).write(tmp_path / "model.gguf")
     (ours, tokenizer, read), (expected, theirs, _) = load_backbone(str(path)), load_backbone(str(folder))
@@ -218,9 +190,9 @@ def test_a_half_precision_file_loads_in_any_type(file: File, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "BF16"])
-def test_quantised_tensors_are_what_gguf_makes_of_them(made: Made, tmp_path: Path, kind: str) -> None:
+def test_quantised_tensors_are_what_gguf_makes_of_them(random_model: RandomModel, tmp_path: Path, kind: str) -> None:
     """Rows are quantised in GGUF's order, so that undoing the order must come after, and moves whole rows."""
-    file, quantised = File(made(), "llama"), gguf.GGMLQuantizationType[kind]
+    file, quantised = File(random_model("llama"), "llama"), gguf.GGMLQuantizationType[kind]
     expected: dict[str, Tensor] = {}
     for name, values in file.tensors.items():
         if values.ndim == 2:
@@ -238,8 +210,8 @@ def test_quantised_tensors_are_what_gguf_makes_of_them(made: Made, tmp_path: Pat
             assert torch.equal(loaded if heads is None else loaded[halves_to_pairs(heads, len(loaded))], stored), part
 
 
-def test_fields_that_files_leave_out_have_llama_cpps_defaults(made: Made, tmp_path: Path) -> None:
-    folder, model = made("llama", num_key_value_heads=4)
+def test_fields_that_files_leave_out_have_llama_cpps_defaults(random_model: RandomModel, tmp_path: Path) -> None:
+    folder, model = random_model("llama", num_key_value_heads=4)
     file = File((folder, model), "llama")
     for key in ("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.freq_base"):
         del file.fields[f"llama.{key}"]
