@@ -103,4 +103,5 @@ def search(
 def _digit_logs(backbone: Backbone, hidden: Tensor, ids: Tensor) -> Tensor:
     """Log-probabilities of the digits, (..., 10), after hidden states (..., width)."""
     parts = [backbone.log_probabilities(rows)[:, ids] for rows in hidden.flatten(0, -2).split(ROWS)]
-    return torch.cat(parts).unflatten(0, hidden.shape[:-1])
+    logs: Tensor = torch.cat(parts).unflatten(0, hidden.shape[:-1])
+    return logs
