@@ -17,9 +17,17 @@ MOST_QUERIES = 1_000  # of the 1,035 pairs among 46 people
 LIKES = 45  # as published: about 176 Qwen tokens a document
 
 Words = Literal["attributes", "first", "middle", "last"]
+Purpose = Literal["benchmark", "training", "development"]
 
 
-def limit(*, seed: int, likes: int = LIKES, path: Path | None = None, split: str | None = None) -> Benchmark:
+def limit(
+    *,
+    seed: int,
+    likes: int = LIKES,
+    words: Literal["benchmark", "development"] = "benchmark",
+    path: Path | None = None,
+    split: str | None = None,
+) -> Benchmark:
     """Biographies of people and what they like, made in process from a seed; or the published files.
 
     46 gold biographies answer min(1000, 46 x likes / 2) queries; every query has two golds, every pair of golds at
@@ -28,21 +36,23 @@ def limit(*, seed: int, likes: int = LIKES, path: Path | None = None, split: str
 
     Args:
         likes: likes a person; 45 is the published form (1,000 queries), 20 the short form (460 queries).
+        words: ``development`` for attributes that are neither trained on nor in any benchmark (425 queries at most):
+            settings are chosen on them.
         path: a folder with the published LIMIT files (BEIR layout) to load instead.
         split: the judgments to load from ``path``; ``test`` if there is one.
     """
     if path is not None:
-        if likes != LIKES:
-            raise ValueError("likes= describes made corpora and cannot go with path=")
+        if likes != LIKES or words != "benchmark":
+            raise ValueError("likes= and words= describe made corpora and cannot go with path=")
         return beir(path=path, split=split)
     if split is not None:
         raise ValueError("split= goes with path=")
-    queried, unqueried = _queried_half(seed)
+    queried, unqueried = _queried_half(words, seed)
     if not 1 <= likes <= len(unqueried):
         raise ValueError(f"likes must be 1 to {len(unqueried)}, got {likes}")
     rng = random.Random(f"icr-bench limit {seed} {likes}")
-    names = people(PEOPLE, "benchmark", seed)
-    pairs = _pairs(rng, min(likes, GOLDS - 1))[:MOST_QUERIES]
+    names = people(PEOPLE, "benchmark" if words == "benchmark" else "training", seed)
+    pairs = _pairs(rng, min(likes, GOLDS - 1))[: min(MOST_QUERIES, len(queried))]
     asked = rng.sample(queried, len(pairs))
     liked: list[list[str]] = [[] for _ in range(GOLDS)]
     for attribute, pair in zip(asked, pairs, strict=True):
@@ -67,8 +77,8 @@ def biography(name: str, likes: list[str]) -> str:
 
 
 @cache
-def words(kind: Words, purpose: Literal["benchmark", "training"]) -> tuple[str, ...]:
-    """The project's own word lists; no entry of one purpose occurs in the other."""
+def words(kind: Words, purpose: Purpose) -> tuple[str, ...]:
+    """The project's own word lists; no entry of one purpose occurs in another. Development has attributes only."""
     file = files("icr_bench.benchmarks").joinpath("words", purpose, f"{kind}.txt")
     return tuple(file.read_text(encoding="utf-8").split("\n")[:-1])
 
@@ -90,10 +100,10 @@ def people(count: int, purpose: Literal["benchmark", "training"], seed: int) -> 
     return names
 
 
-def _queried_half(seed: int) -> tuple[list[str], list[str]]:
+def _queried_half(purpose: Purpose, seed: int) -> tuple[list[str], list[str]]:
     """Split the attributes in two by seed, one of each two neighbours in length going to either half."""
     rng = random.Random(f"icr-bench attributes {seed}")
-    ordered = list(words("attributes", "benchmark"))
+    ordered = list(words("attributes", purpose))
     rng.shuffle(ordered)
     ordered.sort(key=lambda a: (a.count(" "), len(a)))
     halves: tuple[list[str], list[str]] = ([], [])

@@ -1,4 +1,4 @@
-"""The command line: ``icr-bench run | plan | table | plot | export | list | describe | validate | lint``."""
+"""The command line: ``icr-bench run | plan | train | table | plot | export | list | describe | validate | lint``."""
 
 from __future__ import annotations
 
@@ -72,6 +72,13 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("-o", "--output", metavar="DIR", type=Path, help=f"folder of the run ({RUNS}/<suite>)")
     run.add_argument("--fresh", action="store_true", help="delete the folder's cells first")
     run.add_argument("--retry-failed", action="store_true", help="compute failed cells again")
+
+    train = command("train", "train weights from a recipe; the same command goes on where an earlier one stopped")
+    train.add_argument("recipe", metavar="RECIPE", help="a YAML file or a name (icr-bench list recipes)")
+    train.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="checkpoint, log and model")
+    train.add_argument("--seed", metavar="S", type=int, help="in place of the recipe's")
+    train.add_argument("--start", metavar="MODEL", help="in place of the recipe's model to go on from")
+    train.add_argument("--device", metavar="DEVICE", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
 
     table = command("table", "tables of one or several runs")
     table.add_argument("folders", nargs="+", metavar="DIR", type=Path, help="folders of runs")
@@ -173,6 +180,12 @@ def _plan(options: argparse.Namespace, command: str) -> int:
         planned = plan(suite, shown)
     print(render(planned), end="")
     return FAILED if any(cell.problem for cell in planned) else OK
+
+
+def _train(options: argparse.Namespace, command: str) -> int:
+    from icr_bench.harness.train import train
+
+    return train(options.recipe, options.output, seed=options.seed, start=options.start, device=options.device)
 
 
 def _table(options: argparse.Namespace, command: str) -> int:

@@ -31,12 +31,20 @@ KERNEL_ROWS = 16
 CHUNK = 4096
 """Tokens whose scores the plain forms hold at once."""
 
+TRACED_SCORES = 1 << 17
+"""Scores of a head that the way back holds at once, so that they stay in a processor's own memory."""
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float32, or in float64 if it is."""
+    return x if x.dtype == torch.float64 else x.float()
+
 
 def attend_plain(q: Tensor, keys: Tensor, values: Tensor) -> Part:
     """The reference: softmax over all tokens at once, in float32, on any device; keys and values are (K, T, D)."""
-    scores = q.float() @ keys.float().transpose(-1, -2)
+    scores = wide(q) @ wide(keys).transpose(-1, -2)
     lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp() @ values.float(), lse
+    return (scores - lse.unsqueeze(-1)).exp() @ wide(values), lse
 
 
 def merge(parts: Iterable[Part]) -> Part:
@@ -57,8 +65,12 @@ def attend(q: Tensor, keys: Tensor, values: Tensor) -> Part:
     """Attention over all tokens of one shard's layer; equal to `attend_plain` up to rounding.
 
     Few rows are bound by the speed of memory and go to the compiled kernel, many by arithmetic and go to PyTorch's
-    flash attention; where either is missing, the plain form runs by chunks.
+    flash attention; where either is missing, the plain form runs by chunks. With gradients on, no scores are kept for
+    the way back.
     """
+    if torch.is_grad_enabled() and (q.requires_grad or keys.requires_grad):
+        traced: Part = Traced.apply(q, keys, values)
+        return traced
     if keys.device.type == "cpu":
         kernel = compiled(keys.shape[-1], keys.dtype)
         if kernel and q.shape[1] <= KERNEL_ROWS:
@@ -69,6 +81,36 @@ def attend(q: Tensor, keys: Tensor, values: Tensor) -> Part:
         if keys.dtype == torch.float32 or _has_bfloat16():
             return _flash(q.to(keys.dtype), keys, values)
     return merge(attend_plain(q, k, v) for k, v in zip(keys.split(CHUNK, 1), values.split(CHUNK, 1), strict=True))
+
+
+class Traced(torch.autograd.Function):
+    """`attend` with gradients: on the way back, the scores are computed once more, chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, keys: Tensor, values: Tensor) -> Part:
+        out, lse = attend(q, keys, values)
+        ctx.save_for_backward(q, keys, values, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (q, keys, values, out, lse), (of_out, of_lse) = ctx.saved_tensors, gradients
+        # P = exp(S - lse) has dP/dS = P (1 - P), and dlse/dS = P. One more dimension makes the products subtract.
+        shift = (of_out * out).sum(-1) - of_lse
+        rows, k, v = wide(q), wide(keys), wide(values)
+        one = torch.ones_like(k[..., :1])
+        longer_k, longer_v = (torch.cat((x, one), -1).transpose(-1, -2) for x in (k, v))
+        longer_q, longer_out = (torch.cat((x, -y.unsqueeze(-1)), -1) for x, y in ((rows, lse), (of_out, shift)))
+        of_q, of_k, of_v = torch.zeros_like(rows), torch.empty_like(k), torch.empty_like(v)
+        size = max(TRACED_SCORES // q.shape[1], 64)
+        for at in range(0, k.shape[1], size):
+            some = slice(at, at + size)
+            shares = (longer_q @ longer_k[..., some]).exp_()
+            of_v[:, some] = shares.transpose(-1, -2) @ of_out
+            of_scores = (longer_out @ longer_v[..., some]).mul_(shares)
+            of_k[:, some] = of_scores.transpose(-1, -2) @ rows
+            of_q.baddbmm_(of_scores, k[:, some])
+        return of_q.to(q.dtype), of_k.to(keys.dtype), of_v.to(values.dtype)
 
 
 def attend_ranges(q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor) -> Part:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from icr_bench.retrievers.lm.attend import wide
 from icr_bench.retrievers.lm.prompt import Tokenizer
 from icr_bench.retrievers.weights import locate
 
@@ -38,7 +39,7 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
+        return F.rms_norm(wide(x), (x.shape[-1],), wide(self.weight), self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -156,7 +157,7 @@ class Backbone(nn.Module):
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
         """Log-probabilities of the next token, (..., vocabulary) in float32, of the last layer's hidden states."""
-        return F.log_softmax(self.lm_head(self.norm(hidden)).float(), -1)
+        return F.log_softmax(wide(self.lm_head(self.norm(hidden))), -1)
 
     def body_flops(self) -> int:
         """Floating-point operations of the layers' matrix products for one token."""
@@ -173,7 +174,7 @@ def head_dim(config: Any) -> int:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    one, other = x.float().chunk(2, -1)
+    one, other = wide(x).chunk(2, -1)
     cos, sin = cos[..., : one.shape[-1]], sin[..., : one.shape[-1]]
     return torch.cat((one * cos - other * sin, other * cos + one * sin), -1).to(x.dtype)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from icr_bench.retrievers.lm.backbone import Backbone
+from icr_bench.retrievers.lm.backbone import Backbone, Layer
 from icr_bench.retrievers.lm.prompt import Block
 
 BATCH_TOKENS = 2048
@@ -42,6 +44,11 @@ class Shard:
     @property
     def tokens(self) -> int:
         return self.keys.shape[2]
+
+    @cached_property
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values (K, T, D) of each layer; taken apart at once, which keeps their gradients apart too."""
+        return list(zip(self.keys.unbind(), self.values.unbind(), strict=True))
 
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
@@ -138,9 +145,9 @@ def prefill(
         at = 0
         for batch in part:
             size = sum(lengths[position] for position in batch)
-            _prefill_batch(
-                backbone, [blocks[p].ids for p in batch], keys[:, :, at : at + size], values[:, :, at : at + size]
-            )
+            ids = [blocks[position].ids for position in batch]
+            for number, (k, v) in enumerate(_read(backbone, ids)):
+                keys[number, :, at : at + size], values[number, :, at : at + size] = k, v
             at += size
             done += size
             progress(done, total)
@@ -167,9 +174,48 @@ def _parts(batches: list[list[int]], lengths: Sequence[int], limit: int) -> Iter
         yield part
 
 
-@torch.inference_mode()
-def _prefill_batch(backbone: Backbone, ids: list[list[int]], keys: Tensor, values: Tensor) -> None:
-    """Fill (L, K, T, D) with the keys and values of documents padded to the first one's length.
+def prefill_traced(
+    backbone: Backbone,
+    blocks: Sequence[Block],
+    observe: Callable[[int, Tensor], None] = lambda layer, hidden: None,
+    *,
+    recompute: bool = False,
+) -> Shard:
+    """`prefill` of few documents with gradients: document i is ``blocks[i]``.
+
+    Args:
+        observe: told each layer's number and the hidden states that enter it, (T, width), of all tokens in the order of
+            the shard.
+        recompute: keep a layer's input only and compute the layer once more on the way back.
+    """
+    lengths = [len(block) for block in blocks]
+    parts = list(batches(lengths))
+    order = [position for batch in parts for position in batch]
+    ends = torch.tensor([lengths[position] for position in order]).cumsum(0)
+    starts = ends - torch.tensor([lengths[position] for position in order])
+    texts = [torch.tensor([getattr(blocks[p], name) for p in order]) + starts for name in ("text", "after")]
+    entering: list[list[Tensor]] = [[] for _ in range(backbone.depth)]
+    reading = [
+        _read(backbone, [blocks[p].ids for p in batch], lambda n, h: entering[n].append(h), recompute=recompute)
+        for batch in parts
+    ]
+    keys, values = list[Tensor](), list[Tensor]()
+    for number, layer in enumerate(zip(*reading, strict=True)):
+        keys.append(torch.cat([k for k, _ in layer], 1))
+        values.append(torch.cat([v for _, v in layer], 1))
+        observe(number, torch.cat(entering[number]))
+    spans = (x.to(backbone.device) for x in (torch.tensor(order), starts, ends, *texts))
+    return Shard(torch.stack(keys), torch.stack(values), *spans)
+
+
+def _read(
+    backbone: Backbone,
+    ids: list[list[int]],
+    observe: Callable[[int, Tensor], None] = lambda layer, hidden: None,
+    *,
+    recompute: bool = False,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Layer by layer the keys and values (K, T, D) of documents padded to the first one's length.
 
     Padding follows a document and attention is causal, so that no token of a document sees any.
     """
@@ -180,11 +226,21 @@ def _prefill_batch(backbone: Backbone, ids: list[list[int]], keys: Tensor, value
     real = torch.arange(longest, device=device) < lengths.unsqueeze(1)
     hidden = backbone.embed_tokens(tokens)
     cos, sin = backbone.rotation(torch.arange(longest, device=device))
-    for number, layer in enumerate(backbone.stack()):
+
+    def through(layer: Layer, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = layer.project(hidden, cos, sin)
-        keys[number] = k[real].transpose(0, 1)
-        values[number] = v[real].transpose(0, 1)
-        if number < backbone.depth - 1:  # nothing reads what the last layer would put out
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            hidden = layer.finish(hidden, attended.transpose(1, 2))
+        kept = k[real].transpose(0, 1), v[real].transpose(0, 1)
+        if layer is last:  # nothing reads what it would put out
+            return *kept, hidden
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return *kept, layer.finish(hidden, attended.transpose(1, 2))
+
+    *_, last = layers = backbone.stack()
+    for number, layer in enumerate(layers):
+        observe(number, hidden[real])
+        if recompute:
+            keys, values, hidden = checkpoint(through, layer, hidden, use_reentrant=False)
+        else:
+            keys, values, hidden = through(layer, hidden)
+        yield keys, values

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from icr_bench.retrievers.lm.attend import Part, attend, attend_ranges, maxsim, merge
+from icr_bench.retrievers.lm.attend import Part, attend, attend_ranges, maxsim, merge, wide
 from icr_bench.retrievers.lm.backbone import Backbone
 from icr_bench.retrievers.lm.cache import CorpusCache, Shard
 from icr_bench.retrievers.lm.prompt import Block
@@ -55,9 +55,12 @@ class Config:
     evaluation, as in the paper, unless asked for.
     """
 
-    ssmax: tuple[float, ...] | None = None  # s_L of every layer
+    ssmax: Sequence[float] | Tensor | None = None  # s_L of every layer
     n_is: Literal["documents", "tokens"] = "documents"
-    sink: tuple[float, ...] | None = None  # b_L of every layer
+    sink: Sequence[float] | Tensor | None = None  # b_L of every layer
+    sink_n: float | None = None  # N of the gate, if not the documents at hand: the N_eff of training
+    sink_strength: float = 1.0  # 0 for no gate; between, the factor is as far between 1 and the gate's
+    own: Sequence[float] | None = None  # of every layer, added to a row's scores with its own query: an aid in training
     routing: Routing | None = None
 
 
@@ -90,7 +93,7 @@ class Queries:
     shortlists: list[list[Tensor]] | None  # per query and shard, places of the kept documents in the shard
     kept: Tensor | None  # (Q,) documents or tokens on each shortlist, whichever SSMax counts
     scores: Tensor | None  # (Q, N) of the layer that was asked for
-    hidden: Tensor | None  # (Q, width) of the last tokens after the last layer; None if the pass stopped before
+    hidden: Tensor | None  # (Q * tail, width) of the last tokens after the last layer; None if the pass stopped before
     digit_keys: list[Tensor] = field(default_factory=list)  # per layer (Q, B, K, j, D)
     digit_values: list[Tensor] = field(default_factory=list)
 
@@ -108,7 +111,7 @@ class Engine:
 
     def __init__(self, backbone: Backbone, config: Config, offset: int) -> None:
         self.backbone, self.config, self.offset = backbone, config, offset
-        for name in ("ssmax", "sink"):
+        for name in ("ssmax", "sink", "own"):
             scalars = getattr(config, name)
             if scalars is not None and len(scalars) != backbone.depth:
                 raise ValueError(f"{name} has {len(scalars)} scalars for a model of {backbone.depth} layers")
@@ -135,7 +138,6 @@ class Engine:
         keys, values = ([x[0] for x in own] for own in (state.keys, state.values))
         return Opening(len(ids), keys, values, entering[0] if entering else None)
 
-    @torch.inference_mode()
     def query_pass(
         self,
         cache: CorpusCache,
@@ -143,6 +145,7 @@ class Engine:
         readout: Readout | None = None,
         observe: Callable[[int, Tensor, Tensor], None] = lambda layer, hidden, q: None,
         opening: Opening | None = None,
+        tail: int = 1,
     ) -> Queries:
         """Run queries over the corpus up to the token before the first digit.
 
@@ -151,6 +154,7 @@ class Engine:
             observe: told each layer's number, and of all rows (those of all blocks, in order, without an opening) the
                 hidden states that enter it, (R, width), and the queries (R, H, D).
             opening: what `opening_pass` made of the tokens that all blocks begin with.
+            tail: how many tokens at the end of each block are wanted after the last layer.
         """
         backbone, routing = self.backbone, self.config.routing
         device = backbone.device
@@ -193,24 +197,32 @@ class Engine:
             rows: Tensor | slice = slice(None)
             rows_of, slot = row_of, place - first
             if number == backbone.depth - 1:  # of the last layer only the last tokens are read
-                rows, rows_of = last, torch.arange(len(blocks), device=device)
-                slot = torch.zeros_like(rows_of)
+                end = torch.arange(tail, device=device)
+                rows, slot = (last.unsqueeze(1) - end.flip(0)).flatten(), end.repeat(len(blocks))
+                rows_of = torch.repeat_interleave(torch.arange(len(blocks), device=device), tail)
             upper = routing is not None and number > routing.layer
-            q = q[rows].float() * self._scale(number, cache, state, rows_of, place[rows] + 1, routed=upper)
+            q = wide(q[rows]) * self._scale(number, cache, state, rows_of, place[rows] + 1, routed=upper)
             own = self._own_rows(q, state.keys[-1], state.values[-1], rows_of, place[rows], slot)
             corpus = self._corpus(cache, q, number, rows_of, state.shortlists if upper else None)
-            attended = self._gate(number, len(cache), merge([corpus, own]))
+            attended = self._gate(number, len(cache), merge([corpus, self._biased(number, own)]))
             hidden = layer.finish(hidden[rows], attended.to(backbone.dtype))
         state.hidden = hidden
         return state
 
-    @torch.inference_mode()
-    def digit_pass(self, cache: CorpusCache, state: Queries, tokens: Tensor, parents: Tensor) -> Tensor:
+    def digit_pass(
+        self,
+        cache: CorpusCache,
+        state: Queries,
+        tokens: Tensor,
+        parents: Tensor,
+        observe: Callable[[int, Tensor, Tensor], None] = lambda layer, hidden, q: None,
+    ) -> Tensor:
         """Feed one digit to every beam and return the hidden states after the last layer, (Q, B, width).
 
         Args:
             tokens: (Q, B) ids of the digits.
             parents: (Q, B) which beam of the last pass each one continues; not read in the first.
+            observe: as in `query_pass`, of the rows of all beams, query by query.
         """
         backbone, routing = self.backbone, self.config.routing
         queries, beams = tokens.shape
@@ -222,6 +234,7 @@ class Engine:
         picked = torch.arange(queries, device=tokens.device).unsqueeze(1), parents
         for number, layer in enumerate(backbone.stack()):
             q, k, v = layer.project(hidden, cos, sin)
+            observe(number, hidden, q)
             new = [x.unflatten(0, (queries, beams)).unsqueeze(3) for x in (k, v)]
             for kept, added in zip((state.digit_keys, state.digit_values), new, strict=True):
                 if before:
@@ -230,10 +243,10 @@ class Engine:
                     kept.append(added)
             every = routing is not None and routing.reach == "every"
             upper = routing is not None and (every or number > routing.layer)
-            q = q.float() * self._scale(number, cache, state, row_of, length + 1, routed=upper)
+            q = wide(q) * self._scale(number, cache, state, row_of, length + 1, routed=upper)
             own = self._own_beams(q, state, number, queries, beams)
             corpus = self._corpus(cache, q, number, row_of, state.shortlists if upper else None)
-            attended = self._gate(number, len(cache), merge([corpus, own]))
+            attended = self._gate(number, len(cache), merge([corpus, self._biased(number, own)]))
             hidden = layer.finish(hidden, attended.to(backbone.dtype))
         after: Tensor = hidden.unflatten(0, (queries, beams))
         return after
@@ -243,6 +256,8 @@ class Engine:
     ) -> Tensor:
         """The factor on each row's scores, (R, 1, 1): 1 / sqrt(D), times s_L log N with SSMax."""
         plain = torch.full((len(row_of), 1, 1), 1 / math.sqrt(self.backbone.head_dim), device=row_of.device)
+        if self.backbone.dtype == torch.float64:
+            plain = plain.double()
         if self.config.ssmax is None:
             return plain
         if routed and state.kept is not None:
@@ -252,7 +267,7 @@ class Engine:
             n = torch.full_like(row_of, whole)
         if self.config.n_is == "tokens":
             n = n + own
-        return plain * self.config.ssmax[layer] * n.float().log().view(-1, 1, 1)
+        return plain * self.config.ssmax[layer] * n.to(plain.dtype).log().view(-1, 1, 1)
 
     def _kept(self, cache: CorpusCache, kept: list[list[Tensor]], device: torch.device) -> Tensor:
         if self.config.n_is == "documents":
@@ -262,11 +277,17 @@ class Engine:
             [sum(own[p].sum() for own, p in zip(lengths, places, strict=True)) for places in kept]  # type: ignore[misc]
         )
 
+    def _biased(self, layer: int, part: Part) -> Part:
+        if self.config.own is None:
+            return part
+        return part[0], part[1] + self.config.own[layer]
+
     def _gate(self, layer: int, documents: int, part: Part) -> Tensor:
         out, lse = part
         if self.config.sink is not None:
-            threshold = self.config.sink[layer] + math.log(documents / SINK_START)
-            out = out * torch.sigmoid(lse - threshold).unsqueeze(-1)
+            threshold = self.config.sink[layer] + math.log((self.config.sink_n or documents) / SINK_START)
+            gate = torch.sigmoid(lse - threshold).unsqueeze(-1)
+            out = out * (1 + self.config.sink_strength * (gate - 1))
         return out
 
     def _group(self, q: Tensor) -> Tensor:
@@ -285,14 +306,14 @@ class Engine:
         """What rows (R, H, D) read from the corpus, all of it or the documents on their queries' shortlists."""
         if kept is None:
             grouped = self._group(q)
-            dense = (attend(grouped, shard.keys[layer], shard.values[layer]) for shard in cache.shards)
+            dense = (attend(grouped, *shard.layers[layer]) for shard in cache.shards)
             return self._ungroup(merge(dense), len(q))
         outs, lses = torch.empty_like(q), q.new_empty(q.shape[:2])
         for query, places in enumerate(kept):
             rows = (row_of == query).nonzero().squeeze(1)
             grouped = self._group(q[rows])
             parts = [
-                attend_ranges(grouped, s.keys[layer], s.values[layer], s.starts[p], s.ends[p])
+                attend_ranges(grouped, *s.layers[layer], s.starts[p], s.ends[p])
                 for s, p in zip(cache.shards, places, strict=True)
                 if len(p)
             ]
@@ -314,9 +335,9 @@ class Engine:
             later = torch.arange(width, device=q.device) > seen.unsqueeze(-1)  # (Q, slots, W)
             grouped = padded.unflatten(2, (self.backbone.kv_heads, -1)).permute(0, 2, 3, 1, 4)  # (Q, K, G, slots, D)
             ours = slice(begin, begin + len(padded))
-            scores = grouped @ keys[ours].float().unsqueeze(2).transpose(-1, -2)
+            scores = grouped @ wide(keys[ours]).unsqueeze(2).transpose(-1, -2)
             scores = scores.masked_fill(later.unsqueeze(1).unsqueeze(1), -torch.inf)
-            part = _softmax(scores, values[ours].float().unsqueeze(2))
+            part = _softmax(scores, wide(values[ours]).unsqueeze(2))
             out[rows] = part[0].permute(0, 3, 1, 2, 4).flatten(2, 3)[at]
             lse[rows] = part[1].permute(0, 3, 1, 2).flatten(2, 3)[at]
         return out, lse
@@ -326,12 +347,12 @@ class Engine:
         kv_heads = self.backbone.kv_heads
         rows = q.unflatten(0, (queries, beams)).unflatten(2, (kv_heads, -1))  # (Q, B, K, G, D)
         stacked = rows.transpose(1, 2).flatten(2, 3)  # (Q, K, B * G, D)
-        scores = stacked @ state.keys[layer].float().transpose(-1, -2)
+        scores = stacked @ wide(state.keys[layer]).transpose(-1, -2)
         beyond = torch.arange(scores.shape[-1], device=q.device) >= state.lengths.view(-1, 1, 1, 1)
-        query = _softmax(scores.masked_fill(beyond, -torch.inf), state.values[layer].float())
+        query = _softmax(scores.masked_fill(beyond, -torch.inf), wide(state.values[layer]))
         query_part = tuple(x.unflatten(2, (beams, -1)).transpose(1, 2).flatten(2, 3).flatten(0, 1) for x in query)
-        digits = rows @ state.digit_keys[layer].float().transpose(-1, -2)
-        digit_part = tuple(x.flatten(2, 3).flatten(0, 1) for x in _softmax(digits, state.digit_values[layer].float()))
+        digits = rows @ wide(state.digit_keys[layer]).transpose(-1, -2)
+        digit_part = tuple(x.flatten(2, 3).flatten(0, 1) for x in _softmax(digits, wide(state.digit_values[layer])))
         return merge([(query_part[0], query_part[1]), (digit_part[0], digit_part[1])])
 
     def _document_scores(
@@ -381,7 +402,7 @@ def head_scores(backbone: Backbone, shard: Shard, layer: int, rows: Tensor, head
     for kv_head in sorted({head // group for head in heads}):
         places = [place for place, head in enumerate(heads) if head // group == kv_head]
         q = rows[:, [heads[place] for place in places]].flatten(0, 1).unsqueeze(0)
-        best = maxsim(q, shard.keys[layer, kv_head : kv_head + 1], shard.text_starts, shard.text_ends)
+        best = maxsim(q, shard.layers[layer][0][kv_head : kv_head + 1], shard.text_starts, shard.text_ends)
         scores[:, :, places] = best[:, 0].unflatten(1, (len(rows), len(places)))
     return scores
 

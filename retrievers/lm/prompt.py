@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -48,6 +50,14 @@ class Tokenizer:
                     "so that a code cannot be decoded digit by digit; use a model whose digits are single tokens"
                 )
         self.digits = [digit[0] for digit in digits]
+
+    def save(self, folder: Path) -> None:
+        """Write the files of a tokenizer as transformers reads them."""
+        self._tokenizer.save(str(folder / "tokenizer.json"))
+        token = self._tokenizer.id_to_token
+        ends = {"bos_token": token(self.start), "eos_token": token(self.end)}
+        told = {"tokenizer_class": "PreTrainedTokenizerFast", **ends}
+        (folder / "tokenizer_config.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import mean, quantiles
 from typing import Literal
@@ -22,7 +22,7 @@ from icr_bench.benchmarks.base import Benchmark, SizeError
 from icr_bench.benchmarks.limit import biography, limit, people, words
 from icr_bench.harness.cli import main
 
-Purpose = Literal["benchmark", "training"]
+Purpose = Literal["benchmark", "training", "development"]
 PURPOSES: tuple[Purpose, ...] = ("benchmark", "training")
 
 
@@ -274,9 +274,10 @@ def fold(attribute: str) -> str:
     return " ".join(part for part in parts if part not in ("the", "a", "an"))
 
 
-def test_there_are_2000_benchmark_and_3000_training_attributes() -> None:
+def test_there_are_enough_attributes_for_each_purpose() -> None:
     assert len(words("attributes", "benchmark")) == 2000
-    assert len(words("attributes", "training")) >= 3000
+    assert len(words("attributes", "training")) >= 2500
+    assert len(words("attributes", "development")) >= 800
 
 
 @pytest.mark.parametrize("purpose", PURPOSES)
@@ -285,9 +286,17 @@ def test_attributes_are_distinct_without_case_article_and_plural(purpose: Purpos
     assert len({fold(a) for a in attributes}) == len(attributes)
 
 
-def test_benchmark_and_training_attributes_are_disjoint_without_case_article_and_plural() -> None:
-    benchmark, training = ({fold(a): a for a in words("attributes", purpose)} for purpose in PURPOSES)
-    assert not {(benchmark[key], training[key]) for key in benchmark.keys() & training.keys()}
+def test_attributes_of_different_purposes_are_disjoint_without_case_article_and_plural() -> None:
+    purposes: tuple[Purpose, ...] = (*PURPOSES, "development")
+    folded = [{fold(a) for a in words("attributes", purpose)} for purpose in purposes]
+    assert not [one & other for one, other in combinations(folded, 2) if one & other]
+
+
+def test_development_attributes_make_a_benchmark_of_their_own() -> None:
+    made = limit(seed=0, likes=20, words="development")
+    assert len(made.queries) == 425
+    asked = {query.text.removeprefix("Who likes ").removesuffix("?") for query in made.queries}
+    assert asked <= set(words("attributes", "development"))
 
 
 @pytest.mark.parametrize("purpose", PURPOSES)

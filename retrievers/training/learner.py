@@ -1,0 +1,292 @@
+"""The losses of one batch: documents prefilled once, all queries asked of them, and what supervises the answer."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from icr_bench.retrievers.lm.attend import ranges_index
+from icr_bench.retrievers.lm.backbone import Backbone
+from icr_bench.retrievers.lm.cache import CorpusCache, Shard, prefill_traced
+from icr_bench.retrievers.lm.engine import Config, Engine, Queries
+from icr_bench.retrievers.lm.prompt import Block, Prompt
+
+
+class Asked(Protocol):
+    """What a batch of training examples has (`icr_bench.benchmarks.examples.Batch`)."""
+
+    queries: list[str]
+    documents: list[str]
+    golds: list[list[int]]
+    focus: list[tuple[int, int]]
+    scores: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What each loss counts beside the digits', at one step."""
+
+    onpolicy: float = 0.0
+    attention: float = 0.0
+    probes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Aids:
+    """Where attention and probes are supervised; a departure from the paper."""
+
+    layer: int  # whose attention is to find the gold documents
+    probes: tuple[int, ...] = ()  # layers after it, whose input at the query is to know the code
+    digits: float = 1.0  # weight of attention from the path's digits, where 1 is that from a query's last token
+
+
+class Learner(nn.Module):
+    """A backbone with what is learned beside it.
+
+    Args:
+        ssmax, sink: initial value of the scalar of every layer, or None.
+        tau: temperature of the teacher's distribution.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        prompt: Prompt,
+        *,
+        ssmax: float | None = None,
+        sink: float | None = None,
+        aids: Aids | None = None,
+        tau: float = 0.05,
+    ) -> None:
+        super().__init__()
+        self.backbone, self.prompt, self.aids, self.tau = backbone, prompt, aids, tau
+        options = {"dtype": backbone.dtype, "device": backbone.device}
+        self.ssmax = None if ssmax is None else nn.Parameter(torch.full((backbone.depth,), ssmax, **options))
+        self.sink = None if sink is None else nn.Parameter(torch.full((backbone.depth,), sink, **options))
+        self.document_probe: nn.Linear | None = None
+        self.query_probes = nn.ModuleList()
+        if aids:
+            width, sizes = backbone.embed_tokens.embedding_dim, prompt.digits * 10
+            self.document_probe = nn.Linear(width, sizes, **options)
+            self.query_probes.extend(nn.Linear(width, sizes, **options) for _ in aids.probes)
+        self.register_buffer("digit_ids", torch.tensor(prompt.tokenizer.digits), persistent=False)
+
+    def forward(
+        self,
+        batch: Asked,
+        codes: Sequence[int],
+        weights: Weights,
+        config: Config,
+        rng: random.Random,
+        recompute: bool = False,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss, and what a log shows of it.
+
+        Args:
+            config: what is not learned of the modifications: N_eff and strength of the sink, the own rows' bias.
+        """
+        backbone, prompt, device = self.backbone, self.prompt, self.backbone.device
+        documents = list(prompt.documents(batch.documents, codes))
+        blocks = [prompt.query(query) for query in batch.queries]
+        digits = torch.tensor([[int(d) for d in f"{code:0{prompt.digits}d}"] for code in codes], device=device)
+        told: dict[str, Tensor] = {}
+        aids = self.aids if weights.attention or weights.probes else None
+        inner: dict[int, Tensor] = {}
+
+        def keep(layer: int, hidden: Tensor) -> None:
+            if aids and layer == aids.layer:
+                inner[layer] = hidden
+
+        shard = prefill_traced(backbone, documents, keep, recompute=recompute)
+        cache = CorpusCache([shard], list(codes), prompt.digits)
+        config = replace(config, ssmax=self.ssmax, sink=self.sink)
+        engine = Engine(backbone, config, prompt.settings.offset)
+
+        seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def observe(layer: int, hidden: Tensor, q: Tensor) -> None:
+            if aids and layer in (aids.layer, *aids.probes):
+                seen[layer] = hidden, q
+
+        gold = torch.zeros(len(blocks), len(codes), dtype=backbone.dtype, device=device)
+        for query, numbers in enumerate(batch.golds):
+            gold[query, numbers] = 1
+        path = digits[torch.tensor([rng.choice(numbers) for numbers in batch.golds], device=device)]
+        forced = [replace(b, ids=b.ids + p) for b, p in zip(blocks, self.digit_ids[path[:, :-1]].tolist(), strict=True)]
+        state = engine.query_pass(cache, forced, observe=observe, tail=prompt.digits)
+        assert state.hidden is not None
+        hidden = state.hidden.unflatten(0, (len(blocks), -1))
+        losses, right = self._digits(hidden, *targets(gold, digits, path))
+        loss = losses.mean()
+        for place in range(prompt.digits):
+            told |= {f"digit{place + 1}": losses[:, place].mean(), f"right{place + 1}": right[:, place].mean()}
+        if weights.onpolicy:
+            begun = replace(state, lengths=state.lengths - prompt.digits + 1, hidden=hidden[:, 0])
+            with torch.no_grad():
+                rolled = self._rollout(engine, cache, fresh(begun))
+            replayed = [hidden[:, 0], *self._replay(engine, cache, fresh(begun), rolled)]
+            wanted, there = targets(self._teacher(batch, gold), digits, rolled)
+            losses, _ = self._digits(torch.stack(replayed, 1), wanted, there)
+            policy = (losses.sum(1) / there.sum(1)).mean()
+            told["onpolicy"] = policy
+            loss = loss + weights.onpolicy * policy
+        if aids:
+            read = rows(blocks, batch, prompt)
+            attention, masses = self._attention(shard, seen[aids.layer], read, digits, path, gold)
+            probes = self._probes(shard, inner[aids.layer], seen, read, digits, path)
+            told |= {"attention": attention, "probes": probes, **masses}
+            loss = loss + weights.attention * attention + weights.probes * probes
+        told = {name: value.detach() for name, value in told.items()} | {"loss": loss.detach()}
+        told["tokens"] = torch.tensor(float(sum(map(len, documents)) + sum(map(len, blocks))))
+        return loss, told
+
+    def _digits(self, hidden: Tensor, wanted: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross-entropy of the digits (Q, digits), 0 where no digit is wanted, and whether the best digit has a share.
+
+        Args:
+            hidden: (Q, digits, width) of the tokens before each digit.
+            wanted: (Q, digits, 10) and ``there``: (Q, digits), as `targets` gives them.
+        """
+        logs = self.backbone.log_probabilities(hidden)[..., self.digit_ids]
+        best = logs.detach().argmax(-1, keepdim=True)
+        return -(wanted * logs).sum(-1) * there, (wanted.gather(2, best).squeeze(2) > 0).to(logs.dtype)
+
+    def _rollout(self, engine: Engine, cache: CorpusCache, state: Queries) -> Tensor:
+        """The digits that the model itself decodes, the most probable one each time, (Q, digits)."""
+        assert state.hidden is not None
+        found: list[Tensor] = []
+        hidden = state.hidden
+        for place in range(self.prompt.digits):
+            if place:
+                tokens = self.digit_ids[found[-1]].unsqueeze(1)
+                hidden = engine.digit_pass(cache, state, tokens, torch.zeros_like(tokens))[:, 0]
+            found.append(self.backbone.log_probabilities(hidden)[:, self.digit_ids].argmax(-1))
+        return torch.stack(found, 1)
+
+    def _replay(self, engine: Engine, cache: CorpusCache, state: Queries, path: Tensor) -> list[Tensor]:
+        """Hidden states (Q, width) of the tokens before the digits of a path, from the second digit on."""
+        tokens = self.digit_ids[path[:, :-1]].split(1, 1)
+        return [engine.digit_pass(cache, state, one, torch.zeros_like(one))[:, 0] for one in tokens]
+
+    def _teacher(self, batch: Asked, gold: Tensor) -> Tensor:
+        """w(q, d) = exp(r(q, d) / tau), (Q, N), up to a factor a query; without a teacher r is 1 for golds, else 0."""
+        scores = gold
+        if batch.scores is not None:
+            given = torch.as_tensor(batch.scores, dtype=gold.dtype, device=gold.device)
+            scores = torch.where(given.isnan(), torch.full_like(given, -torch.inf), given)
+        return ((scores - scores.amax(1, keepdim=True)) / self.tau).exp()
+
+    def _attention(
+        self, shard: Shard, seen: tuple[Tensor, Tensor], read: Rows, digits: Tensor, path: Tensor, gold: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """How little attention at one layer falls on the golds, of that on the text of all documents: from the tokens
+        of each query's focus, from its last one, and from the digits of the path. Also the shares that the golds get.
+        """
+        assert self.aids
+        text, owner = texts(shard)
+        keys = shard.layers[self.aids.layer][0][:, text]  # (K, T, D)
+        q = seen[1][[*read.focus, *read.last, *read.digits]]  # (R, H, D)
+        scale = keys.shape[-1] ** -0.5
+        if self.ssmax is not None:
+            scale = scale * self.ssmax[self.aids.layer] * math.log(gold.shape[1])
+        grouped = q.unflatten(1, (keys.shape[0], -1)).transpose(0, 1).flatten(1, 2)
+        shares = (grouped @ keys.transpose(-1, -2) * scale).softmax(-1)  # (K, R * G, T)
+        each = shares.new_zeros(*shares.shape[:2], gold.shape[1])
+        each = each.index_add(2, owner, shares).unflatten(1, (len(q), -1)).mean((0, 2))  # (R, N)
+        # A digit is to read the golds whose codes begin as the path does so far.
+        here, masks = gold, list[Tensor]()
+        for place in range(path.shape[1] - 1):
+            here = here * (digits[:, place] == path[:, place : place + 1])
+            masks.append(here)
+        mask = torch.cat([gold[read.asking], gold, torch.stack(masks, 1).flatten(0, 1)])
+        parts = (each * mask).sum(1).split([len(read.focus), len(read.last), len(read.digits)])
+        weights = 1.0, 1.0, self.aids.digits
+        lost = [weight * -(part + 1e-6).log().mean() for weight, part in zip(weights, parts, strict=True)]
+        names = "mass_focus", "mass", "mass_digits"
+        return torch.stack(lost).sum() / sum(weights), {name: x.mean() for name, x in zip(names, parts, strict=True)}
+
+    def _probes(
+        self,
+        shard: Shard,
+        inner: Tensor,
+        seen: dict[int, tuple[Tensor, Tensor]],
+        read: Rows,
+        digits: Tensor,
+        path: Tensor,
+    ) -> Tensor:
+        """How badly a linear map reads the code off the text of documents, and off the queries once they have read."""
+        assert self.aids
+        assert self.document_probe
+        text, owner = texts(shard)
+        shape = self.prompt.digits, 10
+        found = self.document_probe(inner[text]).unflatten(-1, shape)
+        loss = F.cross_entropy(found.flatten(0, 1), digits[owner].flatten())
+        for layer, probe in zip(self.aids.probes, self.query_probes, strict=True):
+            found = probe(seen[layer][0][read.focus_end]).unflatten(-1, shape)
+            loss = loss + F.cross_entropy(found.flatten(0, 1), path.flatten())
+        return loss / (1 + len(self.aids.probes))
+
+
+def fresh(state: Queries) -> Queries:
+    """The same queries before any digit."""
+    return replace(state, digit_keys=[], digit_values=[])
+
+
+def targets(weights: Tensor, digits: Tensor, path: Tensor) -> tuple[Tensor, Tensor]:
+    """The digits that documents of weight (Q, N) and codes (N, digits) continue a path (Q, digits) with.
+
+    Returns:
+        Their shares (Q, digits, 10), all zero where no document's code begins as the path does, and whether one's does.
+    """
+    kinds = F.one_hot(digits, 10).to(weights.dtype)  # (N, digits, 10)
+    shares, match = [], torch.ones_like(weights)
+    present = []
+    for place in range(path.shape[1]):
+        held = weights * match
+        total = held.sum(1, keepdim=True)
+        there = match.any(1)
+        shares.append(held @ kinds[:, place] / total.clamp_min(torch.finfo(total.dtype).tiny))
+        present.append(there & (total.squeeze(1) > 0))
+        match = match * (digits[:, place] == path[:, place : place + 1])
+    return torch.stack(shares, 1), torch.stack(present, 1)
+
+
+def texts(shard: Shard) -> tuple[Tensor, Tensor]:
+    """The positions of all text tokens of a shard, and the number of the document that each belongs to."""
+    lengths = shard.text_ends - shard.text_starts
+    return ranges_index(shard.text_starts, shard.text_ends), torch.repeat_interleave(shard.documents, lengths)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Places among the rows of all queries, one after another with the first digits of their answers."""
+
+    last: list[int]  # of the token before the first digit
+    digits: list[int]  # of those digits
+    focus: list[int]  # of all tokens of each focus, or of the last token where a query has none
+    asking: list[int]  # whose query each of these is
+    focus_end: list[int]  # of the last one of each
+
+
+def rows(blocks: Sequence[Block], batch: Asked, prompt: Prompt) -> Rows:
+    """Where the tokens of queries are, of blocks without their answers."""
+    last, digits, focus, asking, ends, at = list[int](), list[int](), list[int](), list[int](), list[int](), 0
+    encodings = prompt.tokenizer.encode_batch(batch.queries)
+    for query, (block, encoding, (start, end)) in enumerate(zip(blocks, encodings, batch.focus, strict=True)):
+        after = at + len(block)
+        last.append(after - 1)
+        digits += range(after, after + prompt.digits - 1)
+        inside = [place for place, (a, b) in enumerate(encoding.offsets) if a < end and b > start]
+        focus += [at + block.text + place for place in inside] or last[-1:]
+        asking += [query] * (len(inside) or 1)
+        ends.append(focus[-1])
+        at = after + prompt.digits - 1
+    return Rows(last, digits, focus, asking, ends)

@@ -1,0 +1,232 @@
+"""A recipe: all that decides what a training makes, read from one YAML file."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from icr_bench.retrievers.lm.prompt import PromptSettings
+from icr_bench.retrievers.training.learner import Aids
+
+
+class Ramp:
+    """A number that may change over the steps of a stage: ``0.5``, or points ``[[0, 6], [400, 6], [1000, 0]]`` with
+    straight lines between them, constant before the first and after the last."""
+
+    def __init__(self, value: Any) -> None:
+        points = [[0, value]] if isinstance(value, int | float) else value
+        try:
+            self.points = [(float(step), float(height)) for step, height in points]
+        except (TypeError, ValueError):
+            raise ValueError(f"is {value!r:.60}; expected a number, or points [[step, value], ...]") from None
+        steps = [step for step, _ in self.points]
+        if not self.points or any(b <= a for a, b in itertools.pairwise(steps)):
+            raise ValueError(f"is {value!r:.60}; the steps of its points must grow")
+        if not all(math.isfinite(height) for _, height in self.points):
+            raise ValueError(f"is {value!r:.60}; expected finite numbers")
+
+    def at(self, step: float) -> float:
+        before = self.points[0]
+        for point in self.points:
+            if step < point[0]:
+                share = (step - before[0]) / (point[0] - before[0]) if point is not self.points[0] else 0.0
+                return before[1] + share * (point[1] - before[1])
+            before = point
+        return before[1]
+
+    def ever(self) -> bool:
+        """Whether it is more than 0 anywhere."""
+        return any(height > 0 for _, height in self.points)
+
+    def __repr__(self) -> str:
+        return f"Ramp({self.points})"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model of the Qwen3 architecture from scratch, with a byte-level BPE tokenizer that splits digits."""
+
+    layers: int = 6
+    width: int = 128
+    heads: int = 4
+    mlp: int = 384
+    vocabulary: int = 3072
+    theta: float = 1e6
+    qk_norm: float = 1.4  # initial weight of the norms of queries and keys: how sharp attention starts
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank additions to the matrices of some layers; everything else stays as it is."""
+
+    rank: int = 16
+    layers: tuple[int, int] = (0, 1_000)  # the first and the last
+    alpha: float = 16.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive steps under one schedule."""
+
+    steps: int
+    lr: Ramp
+    documents: Ramp  # N
+    queries: int  # at most
+    data: tuple[Mapping[str, Any], ...]  # sources with their options and ``weight``
+    jitter: float = 1.0  # N is drawn log-uniformly from N / jitter to N
+    per_document: float = 1e9  # queries for each document, at most
+    onpolicy: Ramp = field(default_factory=lambda: Ramp(0))
+    attention: Ramp = field(default_factory=lambda: Ramp(0))
+    probes: Ramp = field(default_factory=lambda: Ramp(0))
+    own: Ramp = field(default_factory=lambda: Ramp(0))  # added to the scores of a query's own tokens
+    own_layers: int = 0  # in as many layers from the first
+    alphabets: float = 0.0  # share of steps whose codes come from few digits a position
+    sink: Ramp = field(default_factory=lambda: Ramp(0))  # strength of the gate
+    gates: tuple[Mapping[str, float], ...] = ()  # ``{by: step, mass: at least}``
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What `icr-bench train` reads."""
+
+    stages: tuple[Stage, ...]
+    method: Literal["blocksearch", "dense"] = "blocksearch"
+    start: str | None = None  # a model to start from; a relative folder is one beside the recipe
+    shape: Shape | None = None  # or a new one
+    lora: Lora | None = None
+    prompt: PromptSettings = field(default_factory=PromptSettings)
+    codes: Literal["random", "position"] = "random"
+    ssmax: float | None = None  # initial value of the scalars
+    sink: float | None = None
+    supervision: Aids | None = None
+    routing_layer: int | None = None  # told to whoever loads the weights
+    tau: float = 0.05  # temperature of the on-policy loss's teacher
+    kl: float = 0.5  # weight of the dense method's teacher
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.98)
+    clip: float = 1.0
+    accumulate: int = 1  # batches a step
+    recompute: bool = False
+    seed: int = 0
+    log_every: int = 10
+    check_every: int = 100  # steps between two checks of hit@1 on held-out queries
+    save_every: int = 100
+    held_out: int = 64  # documents of that check
+
+    @property
+    def steps(self) -> int:
+        return sum(stage.steps for stage in self.stages)
+
+    def stage(self, step: int) -> tuple[Stage, int]:
+        """The stage of a step, and the step's number in it."""
+        for stage in self.stages:
+            if step < stage.steps:
+                return stage, step
+            step -= stage.steps
+        raise IndexError(step)
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be trained; the message names the file and the key."""
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read and check a recipe.
+
+    Raises:
+        RecipeError: not YAML, or keys that are unknown, missing or contradict each other.
+    """
+    try:
+        told = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecipeError(f"{path}: {' '.join(str(error).split())}") from None
+    try:
+        recipe: Recipe = _build(Recipe, told, "recipe")
+        _check(recipe)
+    except ValueError as error:
+        raise RecipeError(f"{path}: {error}") from None
+    return recipe
+
+
+def _build(kind: Any, told: Any, where: str) -> Any:
+    """A value of an annotated type from what YAML holds."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if told is None:
+            return None
+        (kind,) = (one for one in arguments if one is not type(None))
+        return _build(kind, told, where)
+    if origin is Literal:
+        if told not in arguments:
+            raise ValueError(f"{where} is {told!r}; expected {' or '.join(map(str, arguments))}")
+        return told
+    if origin is tuple:
+        if not isinstance(told, list) or (arguments[-1] is not Ellipsis and len(told) != len(arguments)):
+            raise ValueError(f"{where} is {told!r:.60}; expected a list")
+        kinds = [arguments[0]] * len(told) if arguments[-1] is Ellipsis else arguments
+        return tuple(
+            _build(one, value, f"{where}[{at}]") for at, (one, value) in enumerate(zip(kinds, told, strict=True))
+        )
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(told, dict):
+            raise ValueError(f"{where} is {told!r:.60}; expected keys and values")
+        return dict(told)
+    if is_dataclass(kind):
+        return _build_class(kind, told, where)
+    if kind is Ramp:
+        try:
+            return Ramp(told)
+        except ValueError as error:
+            raise ValueError(f"{where} {error}") from None
+    if kind is float and isinstance(told, int) and not isinstance(told, bool):
+        told = float(told)
+    if kind is float and isinstance(told, str):  # YAML reads 1e-3 as text
+        with contextlib.suppress(ValueError):
+            told = float(told)
+    if type(told) is not kind:
+        raise ValueError(f"{where} is {told!r:.60}; expected {kind.__name__}")
+    return told
+
+
+def _build_class(kind: Any, told: Any, where: str) -> Any:
+    if not isinstance(told, dict):
+        raise ValueError(f"{where} is {told!r:.60}; expected keys and values")
+    hints = typing.get_type_hints(kind)
+    known = {one.name: one for one in fields(kind)}
+    if wrong := [key for key in told if key not in known]:
+        raise ValueError(f"{where}: {wrong[0]!r} is not known; expected one of {', '.join(known)}")
+    required = [name for name, one in known.items() if one.default is MISSING and one.default_factory is MISSING]
+    if missing := [name for name in required if name not in told]:
+        raise ValueError(f"{where}: {missing[0]} is missing")
+    return kind(**{key: _build(hints[key], value, f"{where}.{key}") for key, value in told.items()})
+
+
+def _check(recipe: Recipe) -> None:
+    """Refuse what contradicts itself."""
+    if (recipe.start is None) == (recipe.shape is None):
+        raise ValueError("give either start, a model to go on from, or shape, a new one")
+    if recipe.lora and recipe.shape:
+        raise ValueError("lora adds to a model that is there; a new shape has nothing to add to")
+    if not recipe.stages:
+        raise ValueError("stages is empty")
+    for number, stage in enumerate(recipe.stages):
+        where = f"stages[{number}]"
+        if stage.steps < 1:
+            raise ValueError(f"{where}.steps must be 1 or more")
+        for name in ("attention", "probes"):
+            if getattr(stage, name).ever() and recipe.supervision is None:
+                raise ValueError(f"{where}.{name} needs supervision: {{layer: ...}}")
+        if stage.sink.ever() and recipe.sink is None:
+            raise ValueError(f"{where}.sink needs the initial value sink: of the recipe")
+        if min(height for _, height in stage.documents.points) / stage.jitter < 2 and recipe.ssmax is not None:
+            raise ValueError(f"{where}.documents falls below 2, where SSMax (log N) has no N to go by")

@@ -1,0 +1,355 @@
+"""The loop: steps under a schedule, checkpoints that a crash cannot tear, a log, and gates that stop what is stuck."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from icr_bench.benchmarks.examples import Batch, Source, check, make_source, tokenizer_texts
+from icr_bench.retrievers.lm.backbone import Backbone, load_backbone
+from icr_bench.retrievers.lm.cache import CorpusCache, prefill
+from icr_bench.retrievers.lm.decode import Beam, Codes, search
+from icr_bench.retrievers.lm.engine import Config, Engine
+from icr_bench.retrievers.lm.prompt import DIGITS, Prompt, Tokenizer
+from icr_bench.retrievers.training.dense import DenseLearner, sentence_transformer
+from icr_bench.retrievers.training.learner import Learner, Weights
+from icr_bench.retrievers.training.optim import Muon
+from icr_bench.retrievers.training.recipe import Recipe, Stage
+from icr_bench.retrievers.training.scratch import new_backbone, new_tokenizer
+
+SINK_LR, SINK_N0, SINK_MOST = 1e-3, 128.0, 5000.0
+"""The sink's own learning rate, and the range of N_eff (facts 7.1)."""
+
+CHECKPOINT = "checkpoint.safetensors"
+
+
+class Stopped(Exception):
+    """A training that cannot go on; the message says why and what is left."""
+
+
+Report = Callable[[Mapping[str, Any]], None]
+
+
+class Trainer:
+    """One training in one folder: begins, or goes on from the folder's checkpoint.
+
+    Args:
+        report: told of every logged step what the log holds.
+    """
+
+    def __init__(
+        self, recipe: Recipe, beside: Path, out: Path, device: str = "cpu", report: Report = lambda told: None
+    ) -> None:
+        self.recipe, self.out, self.report = recipe, out, report
+        self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        backbone, words, self.started = _begin(recipe, beside)
+        self.words = words
+        backbone.to(device).requires_grad_(True)
+        prompt = Prompt(words, recipe.prompt, DIGITS)
+        self.learner: Learner | DenseLearner
+        if recipe.method == "dense":
+            self.learner = DenseLearner(backbone, prompt, recipe.kl)
+        else:
+            options = {"ssmax": recipe.ssmax, "sink": recipe.sink, "aids": recipe.supervision, "tau": recipe.tau}
+            self.learner = Learner(backbone, prompt, **options)
+            self._carry(self.started)
+        self.step = 0
+        self.spent = 0.0  # seconds in earlier parts of this training
+        self.means: dict[str, float] = {}
+        self.optimizers = _optimizers(self.learner, recipe)
+        self._sources: dict[str, Source] = {}
+        self._held_out = make_source({"source": "biographies", "development": True}, recipe.seed)
+        self.identity = hashlib.sha256(repr(recipe).encode()).hexdigest()[:16]
+        out.mkdir(parents=True, exist_ok=True)
+        if (out / CHECKPOINT).is_file():
+            self._load()
+
+    def _carry(self, started: Mapping[str, Tensor]) -> None:
+        """Scalars that the model to start from has learned already."""
+        for name in ("ssmax", "sink"):
+            own = getattr(self.learner, name, None)
+            if own is not None and name in started:
+                own.data.copy_(started[name])
+
+    def run(self) -> None:
+        """Train to the last step, or to a stop.
+
+        Raises:
+            Stopped: a loss that is not a number, a gate that was not passed, or a disk that is full.
+        """
+        began, tokens = time.monotonic(), 0
+        module = self._module()
+        while self.step < self.recipe.steps:
+            stage, local = self.recipe.stage(self.step)
+            told, seen = self._one(module, stage, local)
+            tokens += seen
+            self.step += 1
+            for name, value in told.items():
+                self.means[name] = 0.95 * self.means[name] + 0.05 * value if name in self.means else value
+            last = self.step == self.recipe.steps
+            line: dict[str, Any] = {}
+            if self.step % self.recipe.log_every == 0 or last:
+                elapsed = time.monotonic() - began
+                line = {"step": self.step, **{k: round(v, 5) for k, v in self.means.items()}}
+                line |= {"documents": stage.documents.at(local), "lr": stage.lr.at(local)}
+                line |= {"tokens_per_s": round(tokens / elapsed), "seconds": round(self.spent + elapsed, 1)}
+            if self.step % self.recipe.check_every == 0 or last:
+                line |= {"step": self.step, "held_out_hit@1": self.held_out()}
+            if line and self.rank == 0:
+                self._log(line)
+                self.report(line)
+            self._gate(stage, local + 1)
+            if self.step % self.recipe.save_every == 0 or last:
+                self.save(self.spent + time.monotonic() - began)
+
+    def _module(self) -> Any:
+        if self.world == 1:
+            return self.learner
+        from torch.nn.parallel import DistributedDataParallel
+
+        return DistributedDataParallel(self.learner, find_unused_parameters=True)
+
+    def _one(self, module: Any, stage: Stage, local: int) -> tuple[dict[str, float], int]:
+        """One step: the gradients' mean over all batches of all processes, then the optimisers."""
+        recipe = self.recipe
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group.get("fixed") or stage.lr.at(local)
+        told: dict[str, float] = {}
+        tokens = 0
+        for part in range(recipe.accumulate):
+            index = (self.step * self.world + self.rank) * recipe.accumulate + part
+            rng = random.Random(f"icr-bench step {recipe.seed} {index}")
+            batch, codes = self.batch(stage, local, index, rng)
+            weights = Weights(stage.onpolicy.at(local), stage.attention.at(local), stage.probes.at(local))
+            bias = stage.own.at(local)
+            own = [bias] * stage.own_layers + [0.0] * (self.learner.backbone.depth - stage.own_layers)
+            n_eff = math.exp(rng.uniform(math.log(SINK_N0), math.log(SINK_MOST)))
+            config = Config(own=own if bias else None, sink_n=n_eff, sink_strength=stage.sink.at(local))
+            whole = part == recipe.accumulate - 1 or self.world == 1
+            with nullcontext() if whole else module.no_sync():
+                loss, shown = module(batch, codes, weights, config, rng, recipe.recompute)
+                if not torch.isfinite(loss):
+                    raise Stopped(self._saved_batch(batch, codes, shown))
+                (loss / recipe.accumulate).backward()
+            for name, value in shown.items():
+                told[name] = told.get(name, 0.0) + float(value) / recipe.accumulate
+            tokens += int(told.pop("tokens"))
+        norm = nn.utils.clip_grad_norm_(self.learner.parameters(), recipe.clip)
+        if not torch.isfinite(norm):
+            raise Stopped(self._saved_batch(batch, codes, shown))
+        told["gradient"] = float(norm)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return told, tokens
+
+    def batch(self, stage: Stage, local: int, index: int, rng: random.Random) -> tuple[Batch, list[int]]:
+        """Queries, documents and codes of one batch."""
+        most = stage.documents.at(local)
+        count = max(round(most * stage.jitter ** -rng.random()), 2)
+        queries = max(1, min(stage.queries, int(count * stage.per_document)))
+        sources = [{key: value for key, value in one.items() if key != "weight"} for one in stage.data]
+        chosen = rng.choices(sources, [one.get("weight", 1) for one in stage.data])[0]
+        key = json.dumps(chosen, sort_keys=True)
+        if key not in self._sources:
+            self._sources[key] = make_source(chosen, self.recipe.seed)
+        batch = self._sources[key].batch(index, queries, count)
+        check(batch)
+        if self.recipe.codes == "position":
+            return batch, list(range(len(batch.documents)))
+        return batch, some_codes(rng, len(batch.documents), few=rng.random() < stage.alphabets)
+
+    @torch.no_grad()
+    def held_out(self, queries: int = 64) -> float:
+        """hit@1 among few documents, of words that training never sees."""
+        learner = self.learner
+        backbone, prompt = learner.backbone, learner.prompt
+        rng = random.Random("icr-bench held out")
+        batch = self._held_out.batch(0, queries, self.recipe.held_out)
+        if isinstance(learner, DenseLearner):
+            first = (learner.vectors(batch.queries) @ learner.vectors(batch.documents).T).argmax(1).tolist()
+            return _hits(first, batch)
+        codes = list(range(len(batch.documents)))
+        if self.recipe.codes == "random":
+            codes = some_codes(rng, len(batch.documents))
+        documents = list(prompt.documents(batch.documents, codes))
+        cache = CorpusCache(list(prefill(backbone, documents, range(len(documents)))), codes, prompt.digits)
+        engine = Engine(backbone, Config(ssmax=learner.ssmax), prompt.settings.offset)
+        state = engine.query_pass(cache, [prompt.query(query) for query in batch.queries])
+        tree = Codes(codes, prompt.digits, backbone.device)
+        found, _ = search(engine, cache, tree, state, prompt.tokenizer.digits, Beam(5))
+        return _hits(found[:, 0].tolist(), batch)
+
+    def _gate(self, stage: Stage, local: int) -> None:
+        for gate in stage.gates:
+            if gate["by"] == local:
+                for name, least in gate.items():
+                    if name != "by" and not self.means.get(name, -math.inf) >= least:
+                        raise Stopped(
+                            f"stuck: {name} is {self.means.get(name, math.nan):.3f} at step {self.step}, "
+                            f"and the recipe asks for {least} by then; start again with another seed"
+                        )
+
+    def finish(self) -> Path:
+        """Write the model as any other loads: config.json, model.safetensors in bfloat16, its tokenizer, and what
+        `BlockSearch` reads beside them."""
+        folder, backbone = self.out / "model", self.learner.backbone
+        folder.mkdir(exist_ok=True)
+        tensors = {f"model.{name}": t.to(torch.bfloat16).contiguous() for name, t in backbone.state_dict().items()}
+        tensors["lm_head.weight"] = tensors.pop("model.lm_head.weight")
+        if self._tied():
+            del tensors["lm_head.weight"]
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        config = backbone.config.to_dict() | {"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16"}
+        (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        self.words.save(folder)
+        if isinstance(self.learner, DenseLearner):
+            sentence_transformer(folder, backbone.embed_tokens.embedding_dim, self.recipe.prompt.cap)
+            return folder
+        told: dict[str, Any] = {"prompt": asdict(self.recipe.prompt)}
+        if self.recipe.routing_layer is not None:
+            told["routing_layer"] = self.recipe.routing_layer
+        for name in ("ssmax", "sink"):
+            scalars = getattr(self.learner, name)
+            if scalars is not None:
+                told[name] = [round(value, 6) for value in scalars.tolist()]
+        (folder / "blocksearch.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        return folder
+
+    def _saved_batch(self, batch: Batch, codes: Sequence[int], shown: Mapping[str, Tensor]) -> str:
+        file = self.out / f"batch-{self.step}.json"
+        told = {"queries": batch.queries, "documents": batch.documents, "golds": batch.golds, "codes": list(codes)}
+        file.write_text(json.dumps(told | {name: float(value) for name, value in shown.items()}), encoding="utf-8")
+        return (
+            f"the loss or its gradient is not a finite number at step {self.step}; the batch is in {file}, and the "
+            f"last checkpoint is whole; lower lr, or raise clip's share of it"
+        )
+
+    def _log(self, line: Mapping[str, Any]) -> None:
+        with (self.out / "log.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def save(self, seconds: float) -> None:
+        """Write the checkpoint beside the old one and put it in its place: whole, or not at all."""
+        if self.rank:
+            return
+        tensors = {f"model.{name}": tensor for name, tensor in self.learner.state_dict().items()}
+        tensors.pop("model.backbone.lm_head.weight" if self._tied() else "", None)
+        names = {parameter: name for name, parameter in self.learner.named_parameters()}
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items():
+                    tensors[f"optimizer.{key}.{names[parameter]}"] = torch.as_tensor(value)
+        told = {"step": self.step, "seconds": seconds, "identity": self.identity, "means": self.means}
+        new = self.out / f"{CHECKPOINT}.new"
+        try:
+            save_file({k: v.contiguous() for k, v in tensors.items()}, new, {"icr-bench": json.dumps(told)})
+            with new.open("rb+") as file:
+                os.fsync(file.fileno())
+            new.replace(self.out / CHECKPOINT)
+        except OSError as error:
+            new.unlink(missing_ok=True)
+            told_step = f"{self.out}: the checkpoint of step {self.step} cannot be written ({error})"
+            raise Stopped(f"{told_step}; the last one is whole") from error
+
+    def _load(self) -> None:
+        path = self.out / CHECKPOINT
+        with safe_open(path, "pt") as file:
+            told = json.loads(file.metadata()["icr-bench"])
+            if told["identity"] != self.identity:
+                raise Stopped(f"{path} is of another recipe; give another folder, or remove it to begin again")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        model = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+        if self._tied():
+            model["backbone.lm_head.weight"] = model["backbone.embed_tokens.weight"]
+        self.learner.load_state_dict(model)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    name = next(n for n, p in self.learner.named_parameters() if p is parameter)
+                    state = {
+                        key.split(".")[1]: t
+                        for key, t in tensors.items()
+                        if key.startswith("optimizer.") and key.split(".", 2)[2] == name
+                    }
+                    if state:
+                        optimizer.state[parameter] = state
+        self.step, self.spent, self.means = told["step"], told["seconds"], told["means"]
+        log = self.out / "log.jsonl"
+        if log.is_file():  # what came after the checkpoint comes again
+            kept = [line for line in log.read_text().splitlines() if json.loads(line)["step"] <= self.step]
+            log.write_text("".join(f"{line}\n" for line in kept))
+
+    def _tied(self) -> bool:
+        return self.learner.backbone.lm_head.weight is self.learner.backbone.embed_tokens.weight
+
+
+def _hits(first: Sequence[int], batch: Batch) -> float:
+    right = sum(number in golds for number, golds in zip(first, batch.golds, strict=True))
+    return right / len(batch.queries)
+
+
+def some_codes(rng: random.Random, count: int, few: bool = False, digits: int = DIGITS) -> list[int]:
+    """Distinct codes; with ``few`` of a small alphabet at each position, so that many documents share prefixes."""
+    if not few:
+        return rng.sample(range(10**digits), count)
+    sizes = [1] * digits
+    while math.prod(sizes) < 2 * count:
+        sizes[rng.randrange(digits)] += 1
+        sizes = [min(size, 10) for size in sizes]
+        if all(size == 10 for size in sizes):
+            return rng.sample(range(10**digits), count)
+    alphabets = [rng.sample(range(10), size) for size in sizes]
+    codes: dict[int, None] = {}
+    while len(codes) < count:
+        codes[int("".join(str(rng.choice(alphabet)) for alphabet in alphabets))] = None
+    return list(codes)
+
+
+def _begin(recipe: Recipe, beside: Path) -> tuple[Backbone, Tokenizer, dict[str, Tensor]]:
+    """The model to train, its tokenizer, and what else the weights to start from carry."""
+    if recipe.shape:
+        serialized = new_tokenizer(tokenizer_texts(), recipe.shape.vocabulary)
+        return *new_backbone(recipe.shape, serialized, recipe.seed), {}
+    assert recipe.start
+    local = beside / recipe.start
+    backbone, words, path = load_backbone(str(local) if local.exists() else recipe.start)
+    extras = path / "blocksearch.json"
+    told = json.loads(extras.read_text(encoding="utf-8")) if extras.is_file() else {}
+    return backbone, words, {k: torch.tensor(told[k]) for k in ("ssmax", "sink") if k in told}
+
+
+def _optimizers(learner: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    matrices, rest, sink = list[Tensor](), list[Tensor](), list[Tensor]()
+    for name, parameter in learner.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if name == "sink":
+            sink.append(parameter)
+        elif parameter.ndim == 2 and name.startswith("backbone.layers"):
+            matrices.append(parameter)
+        else:
+            rest.append(parameter)
+    groups: list[dict[str, Any]] = [{"params": rest, "weight_decay": 0.0}]
+    if sink:
+        groups.append({"params": sink, "weight_decay": 0.0, "fixed": SINK_LR})
+    if recipe.optimizer == "muon":
+        adam = torch.optim.AdamW(groups, lr=0.0, betas=recipe.betas)
+        return [Muon(matrices, 0.0, weight_decay=recipe.weight_decay), adam]
+    groups.append({"params": matrices, "weight_decay": recipe.weight_decay})
+    return [torch.optim.AdamW(groups, lr=0.0, betas=recipe.betas)]
