@@ -6,5 +6,6 @@ BENCHMARKS = {
     "limit": "icr_bench.benchmarks.limit:limit",
     "msmarco": "icr_bench.benchmarks.beir:msmarco",
     "nq": "icr_bench.benchmarks.beir:nq",
+    "packages": "icr_bench.benchmarks.packages:packages",
 }
 """Name -> ``module:callable`` that returns a `Benchmark`; the module is imported when the name is chosen."""

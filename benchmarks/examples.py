@@ -5,15 +5,20 @@ A source makes the batch of every step from a seed and the step's number alone, 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from importlib.resources import files
 from itertools import pairwise
-from typing import Any, Protocol
+from pathlib import Path
+from typing import overload
 
 import numpy as np
 
+from icr_bench.benchmarks.base import DataError
 from icr_bench.benchmarks.limit import biography, people, words
 
 
@@ -37,6 +42,7 @@ class Biographies:
         two: share of queries with two golds; the others have one.
         made_up: share of words that are made up, letter by letter, after the training words.
         development: only attributes that are held out of training, none made up.
+        excluded: called with a query, says whether a benchmark asks it; such queries are not made.
     """
 
     def __init__(
@@ -47,6 +53,7 @@ class Biographies:
         made_up: float = 0.3,
         development: bool = False,
         seed: int = 0,
+        excluded: Callable[[str], bool] = lambda query: False,
     ) -> None:
         self.likes, self.two, self.made_up, self.seed = likes, two, made_up, seed
         self._listed = 1.0 if development else 0.5 * (1 - made_up)  # share of attributes that are one of the list
@@ -55,6 +62,7 @@ class Biographies:
         self._forbidden = {a.casefold() for a in words("attributes", "benchmark")}
         if not development:
             self._forbidden |= {a.casefold() for a in words("attributes", "development")}
+        self._reserved, self._excluded, self.refused = reserved(), excluded, 0
         self._letters = letters()
 
     def batch(self, step: int, queries: int, documents: int) -> Batch:
@@ -99,11 +107,27 @@ class Biographies:
             else:
                 count = rng.choices((1, 2, 3), (5, 4, 1))[0]
                 found = " ".join(self._word(rng) for _ in range(count))
-            if found.casefold() not in self._forbidden:
+            held = found.casefold() in self._forbidden or key_of(found) in self._reserved
+            if not held and not self._excluded(f"Who likes {found}?"):
                 return found
+            self.refused += 1
 
     def _word(self, rng: random.Random) -> str:
         return made_up(rng, self._letters) if rng.random() < self.made_up else rng.choice(self._parts)
+
+
+@cache
+def reserved() -> frozenset[str]:
+    """Keys of the attributes of the published LIMIT (Weller et al. 2025, 46 documents): no training may ask for them.
+
+    Keys only, since the words are not this project's.
+    """
+    return frozenset(files("icr_bench.benchmarks").joinpath("words", "reserved.txt").read_text().split())
+
+
+def key_of(attribute: str) -> str:
+    """What stands for an attribute in the list of the reserved ones."""
+    return hashlib.sha256(f"icr-bench reserved {attribute.casefold()}".encode()).hexdigest()[:12]
 
 
 @cache
@@ -134,40 +158,100 @@ def made_up(rng: random.Random, follow: dict[str, tuple[str, ...]]) -> str:
             return word.capitalize()
 
 
-def check(batch: Batch) -> None:
-    """Raise ValueError for a batch that cannot teach: no gold, an unknown document, or equal documents."""
-    for query, golds in zip(batch.queries, batch.golds, strict=True):
-        if not golds:
-            raise ValueError(f"no document of the batch answers {query!r}")
-        if not all(0 <= gold < len(batch.documents) for gold in golds):
-            raise ValueError(f"golds {golds} of {query!r}: the batch has {len(batch.documents)} documents")
-    if len(set(batch.documents)) < len(batch.documents):
-        raise ValueError("two documents of the batch are equal, so that a code would name either")
+@dataclass(frozen=True)
+class Example:
+    """A query with texts that answer it and, it may be, texts that do not, hardest first."""
+
+    query: str
+    positives: list[str]
+    negatives: list[str]
+    scores: list[float] | None = None  # of a teacher, for the positives, then the negatives
 
 
-class Source(Protocol):
-    """Where batches come from."""
+class Examples:
+    """Batches of given examples, each once an epoch in an order drawn from the seed.
 
-    def batch(self, step: int, queries: int, documents: int) -> Batch: ...
-
-
-SOURCES: dict[str, Callable[..., Source]] = {"biographies": Biographies}
-
-
-def make_source(told: Mapping[str, Any], seed: int) -> Source:
-    """A source by its name and options, as a recipe gives them.
-
-    Raises:
-        ValueError: an unknown name or option.
+    A batch holds a positive of each of its queries, then their negatives in turn; where these do not suffice, positives
+    of other examples. A text that is a positive of several queries of the batch is a gold of each.
     """
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
-    name = options.pop("source", None)
-    if name not in SOURCES:
-        raise ValueError(f"source {name!r} is not known; expected one of {', '.join(SOURCES)}")
-    try:
-        return SOURCES[name](**options, seed=seed)
-    except TypeError as error:
-        raise ValueError(f"source {name}: {error}") from None
+
+    def __init__(self, rows: Sequence[Example], seed: int) -> None:
+        self.rows, self.seed = rows, seed
+
+    def batch(self, step: int, queries: int, documents: int) -> Batch:
+        total = len(self.rows)
+        if documents > total or queries > documents:
+            raise ValueError(
+                f"{total:,} examples are too few for {documents:,} documents that {queries:,} queries are asked of"
+            )
+        rng = random.Random(f"icr-bench examples {self.seed} {step}")
+        first = step * queries
+        chosen = [
+            self.rows[_place(self.seed, (first + i) // total, total)[(first + i) % total]] for i in range(queries)
+        ]
+        texts: dict[str, int] = {}
+        for row in chosen:
+            texts.setdefault(rng.choice(row.positives), len(texts))
+        known = {text for row in chosen for text in row.positives}
+        for rank in range(max((len(row.negatives) for row in chosen), default=0)):
+            for row in chosen:
+                if rank < len(row.negatives) and len(texts) < documents and row.negatives[rank] not in known:
+                    texts.setdefault(row.negatives[rank], len(texts))
+        while len(texts) < documents:
+            other = rng.choice(self.rows[rng.randrange(total)].positives)
+            if other not in known:
+                texts.setdefault(other, len(texts))
+        order = list(texts)
+        rng.shuffle(order)
+        place = {text: number for number, text in enumerate(order)}
+        scores = None
+        if any(row.scores is not None for row in chosen):
+            scores = np.full((queries, documents), np.nan)
+            for query, row in enumerate(chosen):
+                for text, score in zip([*row.positives, *row.negatives], row.scores or [], strict=False):
+                    if text in place:
+                        scores[query, place[text]] = score
+        golds = [sorted({place[text] for text in row.positives if text in place}) for row in chosen]
+        return Batch([row.query for row in chosen], order, golds, [(0, 0)] * queries, scores)
+
+
+@lru_cache(maxsize=4)
+def _place(seed: int, epoch: int, total: int) -> list[int]:
+    """The order of examples in an epoch."""
+    order = list(range(total))
+    random.Random(f"icr-bench epoch {seed} {epoch}").shuffle(order)
+    return order
+
+
+class Lines(Sequence[Example]):
+    """Examples in a JSON-lines file (``query``, ``positives``, ``negatives``, ``scores``), read when needed."""
+
+    def __init__(self, file: Path) -> None:
+        self._path, self._starts = file, [0]
+        with file.open("rb") as lines:
+            for line in lines:
+                self._starts.append(self._starts[-1] + len(line))
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @overload
+    def __getitem__(self, at: int) -> Example: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Example]: ...
+    def __getitem__(self, at: int | slice) -> Example | list[Example]:
+        if isinstance(at, slice):
+            return [self[place] for place in range(*at.indices(len(self)))]
+        if not 0 <= at < len(self):
+            raise IndexError(at)
+        with self._path.open("rb") as file:
+            file.seek(self._starts[at])
+            line = file.readline()
+        try:
+            told = json.loads(line)
+            return Example(told["query"], told["positives"], told["negatives"], told.get("scores"))
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{self._path}:{at + 1}: no example ({type(error).__name__}: {error})") from None
 
 
 def tokenizer_texts() -> list[str]:

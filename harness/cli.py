@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from icr_bench.benchmarks.base import DataError
 from icr_bench.harness import suite as suites
+from icr_bench.harness import train as recipes
 from icr_bench.harness.errors import DATA, EXTRA, FAILED, INTERRUPTED, OK, USAGE, UsageError, unknown
 from icr_bench.harness.metrics import DEFINITIONS
 from icr_bench.harness.registry import Kind, Registry
 from icr_bench.harness.spec import parse_spec
 from icr_bench.retrievers.base import MissingExtra
-from icr_bench.retrievers.weights import CacheFolder, Model
+from icr_bench.retrievers.weights import SHIPPED, CacheFolder, Model, shipped
 
 if TYPE_CHECKING:
     from icr_bench.harness.folder import Record
@@ -95,7 +96,9 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("-o", "--output", metavar="DIR", type=Path, help="folder to write to (DIR/trec)")
 
     listing = command("list", "names that can be chosen")
-    listing.add_argument("what", choices=("retrievers", "benchmarks", "suites", "metrics"), help="kind of name")
+    listing.add_argument(
+        "what", choices=("retrievers", "benchmarks", "suites", "metrics", "recipes", "models"), help="kind of name"
+    )
 
     describe = command("describe", "what a retriever, benchmark, suite or metric is, and its options")
     describe.add_argument("name", metavar="NAME", help="any name that icr-bench list prints")
@@ -183,9 +186,7 @@ def _plan(options: argparse.Namespace, command: str) -> int:
 
 
 def _train(options: argparse.Namespace, command: str) -> int:
-    from icr_bench.harness.train import train
-
-    return train(options.recipe, options.output, seed=options.seed, start=options.start, device=options.device)
+    return recipes.train(options.recipe, options.output, seed=options.seed, start=options.start, device=options.device)
 
 
 def _table(options: argparse.Namespace, command: str) -> int:
@@ -236,6 +237,8 @@ def _list(options: argparse.Namespace, command: str) -> int:
         "benchmarks": registry.names("benchmark"),
         "suites": suites.names(),
         "metrics": [f"{name}@k" for name in DEFINITIONS],
+        "recipes": recipes.names(),
+        "models": shipped(),
     }
     print("\n".join(names[options.what]))
     return OK
@@ -248,11 +251,16 @@ def _describe(options: argparse.Namespace, command: str) -> int:
     found = [_describe_target(registry, kind, name) for kind in kinds if name in registry.names(kind)]
     if name in suites.names():
         found.append(f"suite {name}\n\n{suites.text(name)}")
+    if name in recipes.names():
+        found.append(f"recipe {name}\n\n{recipes.text(name)}")
+    if name in shipped():
+        found.append(f"model {name}\n\n{(SHIPPED / name / 'README.md').read_text(encoding='utf-8')}")
     metric = name.partition("@")[0]
     if metric in DEFINITIONS:
         found.append(f"metric {metric}@k\n\n{DEFINITIONS[metric]}\n")
     if not found:
         known = [*registry.names("retriever"), *registry.names("benchmark"), *suites.names(), *DEFINITIONS]
+        known += [*recipes.names(), *shipped()]
         raise unknown("name", name, known)
     print("\n".join(found), end="")
     return OK

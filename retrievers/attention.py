@@ -18,7 +18,7 @@ from torch import Tensor
 from icr_bench.benchmarks import limit
 from icr_bench.retrievers.base import Document, Estimate, Ranking, Retriever
 from icr_bench.retrievers.lm.attend import cache_folder, kernel_name
-from icr_bench.retrievers.lm.backbone import Backbone, load_backbone
+from icr_bench.retrievers.lm.backbone import Backbone, load_backbone, made_of
 from icr_bench.retrievers.lm.cache import CorpusCache, Progress, prefill
 from icr_bench.retrievers.lm.calibrate import estimate
 from icr_bench.retrievers.lm.corpus import CACHE_GB, Corpus, ask_in_groups, spans
@@ -97,7 +97,7 @@ class Attention(Retriever):
         self._settings = with_given(PromptSettings(), cap=cap, offset=offset)
         self._model, self._device, self._dtype = model, device, dtype
         self._layer, self._heads = layer, heads
-        self._corpus = Corpus(model, "random", seed, cache, cache_gb)
+        self._corpus = Corpus(lambda: made_of(model), "random", seed, cache, cache_gb)
         self._engine: Engine | None = None
 
     def load(self) -> None:

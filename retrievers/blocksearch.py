@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from icr_bench.retrievers.base import Document, Estimate, Ranking, Retriever
 from icr_bench.retrievers.lm.attend import kernel_name
-from icr_bench.retrievers.lm.backbone import load_backbone, same_fraction
+from icr_bench.retrievers.lm.backbone import load_backbone, made_of, same_fraction
 from icr_bench.retrievers.lm.calibrate import estimate
 from icr_bench.retrievers.lm.corpus import CACHE_GB, Corpus, ask_in_groups, spans
 from icr_bench.retrievers.lm.decode import Beam, Codes, search
@@ -30,7 +30,8 @@ SSMAX_START, SINK_START = 0.43, 14.0
 """The learned scalars' initial values (facts 7.1, 7.2), which hold where the weights carry none."""
 
 EXTRAS = "blocksearch.json"
-"""What weights carry beside the model: ``prompt``, ``routing_layer``, ``ssmax`` and ``sink`` (a number a layer)."""
+"""What weights carry beside the model: ``prompt``, ``routing_layer``, ``blind``, ``ssmax`` and ``sink`` (a number
+a layer)."""
 
 
 class BlockSearch(Retriever):
@@ -39,6 +40,7 @@ class BlockSearch(Retriever):
     Args:
         model: hub id (``org/name`` or ``org/name@revision``), a local folder or a ``.gguf`` file; a model of the Llama,
             Mistral or Qwen family.
+        base: the model that an adapter adds to (hub id, folder or ``.gguf`` file); the one that it names by default.
         codes: ``random``, or ``position`` for the document's number (the ablation).
         digits: digits of a code; by default four, or as many as the corpus takes.
         cap: tokens of a document with its wrapper; 300 unless the weights say otherwise.
@@ -69,6 +71,7 @@ class BlockSearch(Retriever):
         self,
         *,
         model: Model,
+        base: Model | None = None,
         codes: Literal["random", "position"] = "random",
         digits: int | None = None,
         cap: int | None = None,
@@ -100,7 +103,8 @@ class BlockSearch(Retriever):
         if digits is not None and not 1 <= digits <= 7:
             raise ValueError(f"digits must be 1 to 7, got {digits}")
         with_given(PromptSettings(), cap=cap, offset=offset)
-        self._model, self._device, self._dtype, self._seed = model, device, dtype, seed
+        self._model, self._base = model, base
+        self._device, self._dtype, self._seed = device, dtype, seed
         self._codes_kind, self._digits = codes, digits
         self._given = {"cap": cap, "offset": offset}
         self._ssmax, self._n_is, self._sink_gate = ssmax, ssmax_n, sink_gate
@@ -109,7 +113,7 @@ class BlockSearch(Retriever):
         self._readout, self._readout_layer = readout, readout_layer
         self._readout_heads, self._readout_tokens = readout_heads, readout_tokens
         self._beam, self._width = Beam(beam, per_step, existing), beam
-        self._corpus = Corpus(model, codes, seed, cache, cache_gb)
+        self._corpus = Corpus(lambda: made_of(model, base), codes, seed, cache, cache_gb)
         decoding, routed = readout == "decode", routing != "none"
         for given, switch, on in (
             ({"ssmax_n": ssmax_n}, "ssmax=true", ssmax),
@@ -127,7 +131,7 @@ class BlockSearch(Retriever):
         self._tree: Codes | None = None
 
     def load(self) -> None:
-        backbone, self._words, path = load_backbone(self._model, self._device, self._dtype)
+        backbone, self._words, path = load_backbone(self._model, self._device, self._dtype, self._base)
         self._corpus.load()
         carried = _carried(path)
         self._settings = with_given(PromptSettings(**carried.get("prompt", {})), **self._given)
@@ -142,7 +146,7 @@ class BlockSearch(Retriever):
         for name, wanted, start in (("ssmax", self._ssmax, SSMAX_START), ("sink", self._sink_gate, SINK_START)):
             if wanted:
                 self._scalars[name] = tuple(carried.get(name, [start] * depth))
-        config = Config(n_is=self._n_is, routing=routing, **self._scalars)
+        config = Config(n_is=self._n_is, routing=routing, blind=carried.get("blind", 0), **self._scalars)
         self._engine = Engine(backbone, config, self._settings.offset)
         self._untrained = sorted(name for name in self._scalars if name not in carried)
         self._layer = middle if self._readout_layer is None else self._readout_layer
@@ -223,6 +227,8 @@ class BlockSearch(Retriever):
         for name, values in self._scalars.items():
             source = "initial value, not trained" if name in self._untrained else "weights"
             settings[name] = {"values": list(values), "from": source}
+        if engine.config.blind:
+            settings["blind_layers"] = engine.config.blind
         if engine.config.routing:
             settings["routing"] = asdict(engine.config.routing)
         if self._readout == "attention":
@@ -258,12 +264,12 @@ def _carried(path: Path) -> dict[str, Any]:
                     for field in fields(PromptSettings)
                     if field.name in value
                 )
-            elif name == "routing_layer":
+            elif name in ("routing_layer", "blind"):
                 fine = type(value) is int
             elif name in ("ssmax", "sink"):
                 fine = all(type(scalar) in (int, float) for scalar in value)
             else:
-                raise ValueError(f"{name!r} is not known; expected prompt, routing_layer, ssmax or sink")
+                raise ValueError(f"{name!r} is not known; expected prompt, routing_layer, blind, ssmax or sink")
             if not fine:
                 raise ValueError(f"{name} is {value!r:.80}")
     except (ValueError, TypeError, AttributeError) as error:

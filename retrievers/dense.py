@@ -98,7 +98,8 @@ class Dense(Retriever):
         name = next((n for n in names if n in self._encoder.prompts), self._encoder.default_prompt_name)
         return self._encoder.prompts[name] or "" if name else ""
 
-    def _encode(self, texts: Sequence[str], kind: str) -> Floats:
+    def encode(self, texts: Sequence[str], kind: Literal["query", "document"]) -> Floats:
+        """A vector of each text, (n, dimensions)."""
         encode = self._encoder.encode_query if kind == "query" else self._encoder.encode_document
         vectors = encode(
             list(texts),
@@ -114,14 +115,14 @@ class Dense(Retriever):
         parts = []
         for start in range(0, len(documents), CHUNK):
             self.progress(start, len(documents))
-            parts.append(self._encode([document.text for document in documents[start : start + CHUNK]], "document"))
+            parts.append(self.encode([document.text for document in documents[start : start + CHUNK]], "document"))
         vectors = np.concatenate(parts)
         self._vectors = _Exact(vectors) if self._index_name == "exact" else _Faiss(vectors, self._index_name)
 
     def search(self, queries: Sequence[str], k: int) -> list[Ranking]:
         if self._vectors is None:
             raise RuntimeError("search before index")
-        return self._vectors.search(self._encode(queries, "query"), k) if queries else []
+        return self._vectors.search(self.encode(queries, "query"), k) if queries else []
 
     def index_bytes(self) -> int:
         return self._vectors.nbytes() if self._vectors else 0

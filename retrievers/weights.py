@@ -16,8 +16,20 @@ CacheFolder = NewType("CacheFolder", Path)
 """Annotation of an option that names a folder to keep work in between runs; what it holds identifies nothing."""
 
 
+SHIPPED = Path(__file__).with_name("models")
+"""Models that come with this package, a folder each."""
+
+
+def shipped() -> list[str]:
+    """Their names."""
+    return sorted(folder.name for folder in SHIPPED.iterdir() if (folder / "README.md").is_file())
+
+
 def locate(model: str) -> tuple[str, str | None]:
-    """Split ``org/name@revision``; a local path is returned as it is, without a revision."""
+    """Split ``org/name@revision``; a local path is returned as it is, without a revision, and the name of a model that
+    ships with this package as its folder."""
+    if model in shipped():
+        return str(SHIPPED / model), None
     if Path(model).exists():
         return model, None
     name, _, revision = model.partition("@")

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from icr_bench.retrievers.lm.attend import wide
+from icr_bench.retrievers.lm.lora import CONFIG, WEIGHTS, merge_lora, read_config
 from icr_bench.retrievers.lm.prompt import Tokenizer
 from icr_bench.retrievers.weights import locate
 
@@ -197,11 +198,15 @@ def frequencies(config: Any) -> tuple[Tensor, float]:
     return scaled, float(factor)
 
 
-def load_backbone(model: str, device: str = "cpu", dtype: str = "float32") -> tuple[Backbone, Tokenizer, Path]:
+def load_backbone(
+    model: str, device: str = "cpu", dtype: str = "float32", base: str | None = None
+) -> tuple[Backbone, Tokenizer, Path]:
     """Bring a model from the hub, a folder or a ``.gguf`` file.
 
     Args:
-        model: ``org/name``, ``org/name@revision``, a folder with config.json and safetensors, or a GGUF file.
+        model: ``org/name``, ``org/name@revision``, a folder with config.json and safetensors, a GGUF file, the name of
+            a model that ships with this package, or the folder of a LoRA adapter.
+        base: the model that an adapter adds to; the one that it names by default.
 
     Returns:
         The backbone without gradients, its tokenizer, and the folder or file that it was read from.
@@ -210,7 +215,12 @@ def load_backbone(model: str, device: str = "cpu", dtype: str = "float32") -> tu
         UnsupportedModel: weights or tokenizer of a kind that is not supported.
         OSError: nothing there, or the hub does not answer.
     """
-    path = fetch(model)
+    path = given = fetch(model)
+    _, *below = made_of(str(path), base)
+    if base and not below:
+        raise ValueError(f"{model} is no adapter, so that base={base} would change nothing")
+    if below:
+        path = fetch(below[0])
     if path.is_file():
         from icr_bench.retrievers.lm.gguf import read_gguf
 
@@ -225,6 +235,8 @@ def load_backbone(model: str, device: str = "cpu", dtype: str = "float32") -> tu
     named = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     if config.tie_word_embeddings and "embed_tokens.weight" in named:
         named["lm_head.weight"] = named["embed_tokens.weight"]
+    if below:
+        merge_lora(named, given)
     expected = dict(backbone.state_dict())
     named = {name: tensor for name, tensor in named.items() if not name.endswith("rotary_emb.inv_freq")}
     if wrong := sorted(expected.keys() ^ named.keys()):
@@ -240,7 +252,15 @@ def load_backbone(model: str, device: str = "cpu", dtype: str = "float32") -> tu
     backbone.load_state_dict(placed, assign=True)
     if config.tie_word_embeddings:
         backbone.lm_head.weight = backbone.embed_tokens.weight
-    return backbone.requires_grad_(False).eval(), tokenizer, path
+    return backbone.requires_grad_(False).eval(), tokenizer, given
+
+
+def made_of(model: str, base: str | None = None) -> list[str]:
+    """The models whose weights a model has: itself, and what it adds to if it is an adapter."""
+    path = Path(locate(model)[0])
+    if (path / CONFIG).is_file() and not (path / "config.json").is_file():
+        return [model, base or read_config(path)["base_model_name_or_path"]]
+    return [model]
 
 
 def fetch(model: str) -> Path:
@@ -257,7 +277,8 @@ def fetch(model: str) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     # Never *.bin or *.py: nothing is unpickled and no code of a model's author runs.
-    wanted, spare = ["*.json", "model*.safetensors", "merges.txt", "vocab.txt"], ["original/*"]
+    wanted = ["*.json", "model*.safetensors", WEIGHTS, "merges.txt", "vocab.txt"]
+    spare = ["original/*"]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=spare))
     except HFValidationError:

@@ -60,10 +60,11 @@ def estimate(
         dense = depth
         if config.routing:
             dense = 0 if number and config.routing.reach == "every" else min(config.routing.layer + 1, depth)
+        seeing = max(min(dense, depth) - config.blind, 0)
         told = 0 if depth < backbone.depth else beams if number else 1
-        query_s += _pass_s(backbone, beams, told) * depth / backbone.depth + dense * _attend_s(backbone, beams, tokens)
+        query_s += _pass_s(backbone, beams, told) * depth / backbone.depth + seeing * _attend_s(backbone, beams, tokens)
         if dense < depth:
-            query_s += (depth - dense) * _attend_s(backbone, beams, tokens * kept, routed=True)
+            query_s += (depth - max(dense, config.blind)) * _attend_s(backbone, beams, tokens * kept, routed=True)
     index_bytes = tokens * backbone.token_bytes()
     held = (
         torch.cuda.memory_allocated(backbone.device)

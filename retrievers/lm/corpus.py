@@ -42,20 +42,25 @@ class Corpus:
     """Fills and holds the cache of a corpus, with as much of it from disk as is there.
 
     Args:
-        model: names the weights, for the cache's key.
+        models: name the weights, for the cache's key; asked for only if there is a folder.
         codes: ``random`` or ``position``.
         folder: where keys and values are kept between runs; None to keep none.
         gigabytes: size that the folder may have, in 10^9 bytes.
     """
 
     def __init__(
-        self, model: str, codes: Literal["random", "position"], seed: int, folder: Path | None, gigabytes: float
+        self,
+        models: Callable[[], Sequence[str]],
+        codes: Literal["random", "position"],
+        seed: int,
+        folder: Path | None,
+        gigabytes: float,
     ) -> None:
         if not 0 < gigabytes < math.inf:
             raise ValueError(f"cache_gb must be above 0, got {gigabytes:g}")
         if folder is None and gigabytes != CACHE_GB:
             raise ValueError("cache_gb would change nothing; give cache=DIR too")
-        self._model, self._kind, self._seed = model, codes, seed
+        self._models, self._kind, self._seed = models, codes, seed
         self._folder, self._limit = folder, int(gigabytes * 1e9)
         self._weights = ""
         self.cache = CorpusCache([], [], 0)
@@ -64,7 +69,7 @@ class Corpus:
     def load(self) -> None:
         """Find what identifies the weights, if anything is kept under their name."""
         if self._folder is not None:
-            self._weights = identify(self._model)
+            self._weights = " ".join(map(identify, self._models()))
 
     def fill(
         self,

@@ -53,6 +53,9 @@ class Config:
     The sink (section 5.1, gate form) multiplies what a head reads by ``sigmoid(lse - b_L - log(N / 128))``, which
     equals one more logit in the softmax; the length signal of training is taken at the N of evaluation. It is off at
     evaluation, as in the paper, unless asked for.
+
+    In the first ``blind`` layers query rows see their own query only, so that a growing corpus cannot drown it there;
+    neither SSMax nor the sink touches these layers. The paper has none.
     """
 
     ssmax: Sequence[float] | Tensor | None = None  # s_L of every layer
@@ -62,6 +65,7 @@ class Config:
     sink_strength: float = 1.0  # 0 for no gate; between, the factor is as far between 1 and the gate's
     own: Sequence[float] | None = None  # of every layer, added to a row's scores with its own query: an aid in training
     routing: Routing | None = None
+    blind: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,11 @@ class Engine:
                 raise ValueError(f"{name} has {len(scalars)} scalars for a model of {backbone.depth} layers")
         if config.routing:
             check_layer("routing layer", config.routing.layer, backbone.depth)
+            if config.routing.layer < config.blind - 1:
+                raise ValueError(
+                    f"routing layer {config.routing.layer}: above it, layers must see documents, but the first "
+                    f"{config.blind} layers see none; take {config.blind - 1} or more"
+                )
             if config.routing.keep < 1:
                 raise ValueError(f"routing must keep 1 document or more, got {config.routing.keep}")
 
@@ -203,8 +212,7 @@ class Engine:
             upper = routing is not None and number > routing.layer
             q = wide(q[rows]) * self._scale(number, cache, state, rows_of, place[rows] + 1, routed=upper)
             own = self._own_rows(q, state.keys[-1], state.values[-1], rows_of, place[rows], slot)
-            corpus = self._corpus(cache, q, number, rows_of, state.shortlists if upper else None)
-            attended = self._gate(number, len(cache), merge([corpus, self._biased(number, own)]))
+            attended = self._attended(cache, q, number, rows_of, state.shortlists if upper else None, own)
             hidden = layer.finish(hidden[rows], attended.to(backbone.dtype))
         state.hidden = hidden
         return state
@@ -245,8 +253,7 @@ class Engine:
             upper = routing is not None and (every or number > routing.layer)
             q = wide(q) * self._scale(number, cache, state, row_of, length + 1, routed=upper)
             own = self._own_beams(q, state, number, queries, beams)
-            corpus = self._corpus(cache, q, number, row_of, state.shortlists if upper else None)
-            attended = self._gate(number, len(cache), merge([corpus, self._biased(number, own)]))
+            attended = self._attended(cache, q, number, row_of, state.shortlists if upper else None, own)
             hidden = layer.finish(hidden, attended.to(backbone.dtype))
         after: Tensor = hidden.unflatten(0, (queries, beams))
         return after
@@ -258,7 +265,7 @@ class Engine:
         plain = torch.full((len(row_of), 1, 1), 1 / math.sqrt(self.backbone.head_dim), device=row_of.device)
         if self.backbone.dtype == torch.float64:
             plain = plain.double()
-        if self.config.ssmax is None:
+        if self.config.ssmax is None or layer < self.config.blind:
             return plain
         if routed and state.kept is not None:
             n = state.kept[row_of]
@@ -277,10 +284,15 @@ class Engine:
             [sum(own[p].sum() for own, p in zip(lengths, places, strict=True)) for places in kept]  # type: ignore[misc]
         )
 
-    def _biased(self, layer: int, part: Part) -> Part:
-        if self.config.own is None:
-            return part
-        return part[0], part[1] + self.config.own[layer]
+    def _attended(
+        self, cache: CorpusCache, q: Tensor, layer: int, row_of: Tensor, kept: list[list[Tensor]] | None, own: Part
+    ) -> Tensor:
+        """What rows read of the corpus and of their own query together, (R, H, D)."""
+        if layer < self.config.blind:
+            return own[0]
+        if self.config.own is not None:
+            own = own[0], own[1] + self.config.own[layer]
+        return self._gate(layer, len(cache), merge([self._corpus(cache, q, layer, row_of, kept), own]))
 
     def _gate(self, layer: int, documents: int, part: Part) -> Tensor:
         out, lse = part

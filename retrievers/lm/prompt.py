@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+import tokenizers.processors
 
 DIGITS = 4
 """Digits of a code for up to 10,000 documents; more documents take more digits."""
@@ -51,11 +52,21 @@ class Tokenizer:
                 )
         self.digits = [digit[0] for digit in digits]
 
-    def save(self, folder: Path) -> None:
-        """Write the files of a tokenizer as transformers reads them."""
-        self._tokenizer.save(str(folder / "tokenizer.json"))
+    def save(self, folder: Path, *, ended: bool = False) -> None:
+        """Write the files of a tokenizer as transformers reads them.
+
+        Args:
+            ended: whether others that load it end every text with the end token.
+        """
         token = self._tokenizer.id_to_token
-        ends = {"bos_token": token(self.start), "eos_token": token(self.end)}
+        written = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        if ended:
+            end = token(self.end)
+            written.post_processor = tokenizers.processors.TemplateProcessing(
+                single=f"$A {end}", special_tokens=[(end, self.end)]
+            )
+        written.save(str(folder / "tokenizer.json"))
+        ends = {"bos_token": token(self.start), "eos_token": token(self.end), "pad_token": token(self.end)}
         told = {"tokenizer_class": "PreTrainedTokenizerFast", **ends}
         (folder / "tokenizer_config.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 

@@ -44,7 +44,8 @@ class Aids:
     """Where attention and probes are supervised; a departure from the paper."""
 
     layer: int  # whose attention is to find the gold documents
-    probes: tuple[int, ...] = ()  # layers after it, whose input at the query is to know the code
+    probes: tuple[int, ...] = ()  # layers whose input at the query is to know the code
+    router: int | None = None  # a layer below, whose queries and keys are to find them too, before any digit
     digits: float = 1.0  # weight of attention from the path's digits, where 1 is that from a query's last token
 
 
@@ -53,6 +54,7 @@ class Learner(nn.Module):
 
     Args:
         ssmax, sink: initial value of the scalar of every layer, or None.
+        blind: first layers in which queries see no documents.
         tau: temperature of the teacher's distribution.
     """
 
@@ -65,9 +67,10 @@ class Learner(nn.Module):
         sink: float | None = None,
         aids: Aids | None = None,
         tau: float = 0.05,
+        blind: int = 0,
     ) -> None:
         super().__init__()
-        self.backbone, self.prompt, self.aids, self.tau = backbone, prompt, aids, tau
+        self.backbone, self.prompt, self.aids, self.tau, self.blind = backbone, prompt, aids, tau, blind
         options = {"dtype": backbone.dtype, "device": backbone.device}
         self.ssmax = None if ssmax is None else nn.Parameter(torch.full((backbone.depth,), ssmax, **options))
         self.sink = None if sink is None else nn.Parameter(torch.full((backbone.depth,), sink, **options))
@@ -77,6 +80,9 @@ class Learner(nn.Module):
             width, sizes = backbone.embed_tokens.embedding_dim, prompt.digits * 10
             self.document_probe = nn.Linear(width, sizes, **options)
             self.query_probes.extend(nn.Linear(width, sizes, **options) for _ in aids.probes)
+            for probe in (self.document_probe, *self.query_probes):
+                nn.init.zeros_(probe.weight)
+                nn.init.zeros_(probe.bias)
         self.register_buffer("digit_ids", torch.tensor(prompt.tokenizer.digits), persistent=False)
 
     def forward(
@@ -107,13 +113,13 @@ class Learner(nn.Module):
 
         shard = prefill_traced(backbone, documents, keep, recompute=recompute)
         cache = CorpusCache([shard], list(codes), prompt.digits)
-        config = replace(config, ssmax=self.ssmax, sink=self.sink)
+        config = replace(config, ssmax=self.ssmax, sink=self.sink, blind=self.blind)
         engine = Engine(backbone, config, prompt.settings.offset)
 
         seen: dict[int, tuple[Tensor, Tensor]] = {}
 
         def observe(layer: int, hidden: Tensor, q: Tensor) -> None:
-            if aids and layer in (aids.layer, *aids.probes):
+            if aids and layer in (aids.layer, aids.router, *aids.probes):
                 seen[layer] = hidden, q
 
         gold = torch.zeros(len(blocks), len(codes), dtype=backbone.dtype, device=device)
@@ -140,10 +146,16 @@ class Learner(nn.Module):
             loss = loss + weights.onpolicy * policy
         if aids:
             read = rows(blocks, batch, prompt)
-            attention, masses = self._attention(shard, seen[aids.layer], read, digits, path, gold)
+            attention, masses = self._attention(shard, aids.layer, seen, read, digits, path, gold)
+            told |= {"attention": attention, **masses}
+            loss = loss + weights.attention * attention
+            if aids.router is not None:
+                routing, masses = self._attention(shard, aids.router, seen, read, digits, path, gold)
+                told |= {"routing": routing} | {f"{name}_routing": mass for name, mass in masses.items()}
+                loss = loss + weights.attention * routing
             probes = self._probes(shard, inner[aids.layer], seen, read, digits, path)
-            told |= {"attention": attention, "probes": probes, **masses}
-            loss = loss + weights.attention * attention + weights.probes * probes
+            told["probes"] = probes
+            loss = loss + weights.probes * probes
         told = {name: value.detach() for name, value in told.items()} | {"loss": loss.detach()}
         told["tokens"] = torch.tensor(float(sum(map(len, documents)) + sum(map(len, blocks))))
         return loss, told
@@ -185,18 +197,26 @@ class Learner(nn.Module):
         return ((scores - scores.amax(1, keepdim=True)) / self.tau).exp()
 
     def _attention(
-        self, shard: Shard, seen: tuple[Tensor, Tensor], read: Rows, digits: Tensor, path: Tensor, gold: Tensor
+        self,
+        shard: Shard,
+        layer: int,
+        seen: dict[int, tuple[Tensor, Tensor]],
+        read: Rows,
+        digits: Tensor,
+        path: Tensor,
+        gold: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """How little attention at one layer falls on the golds, of that on the text of all documents: from the tokens
         of each query's focus, from its last one, and from the digits of the path. Also the shares that the golds get.
         """
         assert self.aids
         text, owner = texts(shard)
-        keys = shard.layers[self.aids.layer][0][:, text]  # (K, T, D)
-        q = seen[1][[*read.focus, *read.last, *read.digits]]  # (R, H, D)
+        keys = shard.layers[layer][0][:, text]  # (K, T, D)
+        answer = read.digits if layer == self.aids.layer else []  # routing happens before the first digit
+        q = seen[layer][1][[*read.focus, *read.last, *answer]]  # (R, H, D)
         scale = keys.shape[-1] ** -0.5
-        if self.ssmax is not None:
-            scale = scale * self.ssmax[self.aids.layer] * math.log(gold.shape[1])
+        if self.ssmax is not None and layer >= self.blind:
+            scale = scale * self.ssmax[layer] * math.log(gold.shape[1])
         grouped = q.unflatten(1, (keys.shape[0], -1)).transpose(0, 1).flatten(1, 2)
         shares = (grouped @ keys.transpose(-1, -2) * scale).softmax(-1)  # (K, R * G, T)
         each = shares.new_zeros(*shares.shape[:2], gold.shape[1])
@@ -206,12 +226,14 @@ class Learner(nn.Module):
         for place in range(path.shape[1] - 1):
             here = here * (digits[:, place] == path[:, place : place + 1])
             masks.append(here)
-        mask = torch.cat([gold[read.asking], gold, torch.stack(masks, 1).flatten(0, 1)])
-        parts = (each * mask).sum(1).split([len(read.focus), len(read.last), len(read.digits)])
-        weights = 1.0, 1.0, self.aids.digits
-        lost = [weight * -(part + 1e-6).log().mean() for weight, part in zip(weights, parts, strict=True)]
-        names = "mass_focus", "mass", "mass_digits"
-        return torch.stack(lost).sum() / sum(weights), {name: x.mean() for name, x in zip(names, parts, strict=True)}
+        mask = torch.cat([gold[read.asking], gold, torch.stack(masks, 1).flatten(0, 1)[: len(answer)]])
+        mass = (each * mask).sum(1).split([len(read.focus), len(read.last), len(answer)])
+        parts = {"mass_focus": (mass[0], 1.0), "mass": (mass[1], 1.0)}
+        if answer:
+            parts["mass_digits"] = mass[2], self.aids.digits
+        lost = [weight * -(part + 1e-6).log().mean() for part, weight in parts.values()]
+        whole = torch.stack(lost).sum() / sum(weight for _, weight in parts.values())
+        return whole, {name: part.mean() for name, (part, _) in parts.items()}
 
     def _probes(
         self,

@@ -9,7 +9,6 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import yaml
@@ -100,13 +99,15 @@ class Recipe:
 
     stages: tuple[Stage, ...]
     method: Literal["blocksearch", "dense"] = "blocksearch"
-    start: str | None = None  # a model to start from; a relative folder is one beside the recipe
+    start: str | None = None  # a model to start from, or another recipe of this package to train first
+    base: str | None = None  # hub id of the model that an adapter adds to, where start is a copy of it
     shape: Shape | None = None  # or a new one
     lora: Lora | None = None
     prompt: PromptSettings = field(default_factory=PromptSettings)
     codes: Literal["random", "position"] = "random"
     ssmax: float | None = None  # initial value of the scalars
     sink: float | None = None
+    blind: int = 0  # first layers in which queries see no documents (not in the paper)
     supervision: Aids | None = None
     routing_layer: int | None = None  # told to whoever loads the weights
     tau: float = 0.05  # temperature of the on-policy loss's teacher
@@ -115,6 +116,7 @@ class Recipe:
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.98)
     clip: float = 1.0
+    exclude: tuple[str, ...] = ()  # benchmarks, as specs, of which no query or document may be trained on
     accumulate: int = 1  # batches a step
     recompute: bool = False
     seed: int = 0
@@ -140,21 +142,18 @@ class RecipeError(ValueError):
     """A recipe that cannot be trained; the message names the file and the key."""
 
 
-def read_recipe(path: Path) -> Recipe:
+def parse_recipe(text: str, name: str) -> Recipe:
     """Read and check a recipe.
 
     Raises:
-        RecipeError: not YAML, or keys that are unknown, missing or contradict each other.
+        RecipeError: not YAML, or keys that are unknown, missing or contradict each other; the message begins with
+            ``name``.
     """
     try:
-        told = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"{path}: {' '.join(str(error).split())}") from None
-    try:
-        recipe: Recipe = _build(Recipe, told, "recipe")
+        recipe: Recipe = _build(Recipe, yaml.safe_load(text), "recipe")
         _check(recipe)
-    except ValueError as error:
-        raise RecipeError(f"{path}: {error}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise RecipeError(f"{name}: {' '.join(str(error).split())}") from None
     return recipe
 
 

@@ -8,25 +8,26 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as distributed
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from icr_bench.benchmarks.examples import Batch, Source, check, make_source, tokenizer_texts
 from icr_bench.retrievers.lm.backbone import Backbone, load_backbone
 from icr_bench.retrievers.lm.cache import CorpusCache, prefill
 from icr_bench.retrievers.lm.decode import Beam, Codes, search
-from icr_bench.retrievers.lm.engine import Config, Engine
+from icr_bench.retrievers.lm.engine import Config, Engine, check_layer
+from icr_bench.retrievers.lm.lora import add_lora, save_lora
 from icr_bench.retrievers.lm.prompt import DIGITS, Prompt, Tokenizer
 from icr_bench.retrievers.training.dense import DenseLearner, sentence_transformer
-from icr_bench.retrievers.training.learner import Learner, Weights
+from icr_bench.retrievers.training.learner import Asked, Learner, Weights
 from icr_bench.retrievers.training.optim import Muon
 from icr_bench.retrievers.training.recipe import Recipe, Stage
 from icr_bench.retrievers.training.scratch import new_backbone, new_tokenizer
@@ -44,27 +45,58 @@ class Stopped(Exception):
 Report = Callable[[Mapping[str, Any]], None]
 
 
+class Source(Protocol):
+    """Makes the batch of a step from its number alone, so that training can resume anywhere."""
+
+    def batch(self, step: int, queries: int, documents: int) -> Asked: ...
+
+
+class Data(Protocol):
+    """What a recipe's sources stand for."""
+
+    def source(self, told: Mapping[str, Any]) -> Source:
+        """The source with these options."""
+
+    def held_out(self, queries: int, documents: int) -> Asked:
+        """A batch of what is never trained on."""
+
+    def texts(self) -> Iterable[str]:
+        """What a new tokenizer is made from."""
+
+
 class Trainer:
     """One training in one folder: begins, or goes on from the folder's checkpoint.
 
     Args:
+        data: where batches come from.
         report: told of every logged step what the log holds.
     """
 
     def __init__(
-        self, recipe: Recipe, beside: Path, out: Path, device: str = "cpu", report: Report = lambda told: None
+        self,
+        recipe: Recipe,
+        data: Data,
+        out: Path,
+        device: str = "cpu",
+        report: Report = lambda told: None,
     ) -> None:
-        self.recipe, self.out, self.report = recipe, out, report
+        self.recipe, self.data, self.out, self.report = recipe, data, out, report
         self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        backbone, words, self.started = _begin(recipe, beside)
+        backbone, words, self.started = _begin(recipe, data)
         self.words = words
-        backbone.to(device).requires_grad_(True)
+        backbone.to(device).requires_grad_(recipe.lora is None)
+        if recipe.lora:
+            add_lora(self._adapted(backbone).values(), recipe.lora.rank, recipe.lora.alpha, recipe.seed)
         prompt = Prompt(words, recipe.prompt, DIGITS)
         self.learner: Learner | DenseLearner
         if recipe.method == "dense":
             self.learner = DenseLearner(backbone, prompt, recipe.kl)
         else:
+            if aids := recipe.supervision:
+                for layer in (aids.layer, *aids.probes, *(() if aids.router is None else (aids.router,))):
+                    check_layer("supervision: layer", layer, backbone.depth)
             options = {"ssmax": recipe.ssmax, "sink": recipe.sink, "aids": recipe.supervision, "tau": recipe.tau}
+            options["blind"] = recipe.blind
             self.learner = Learner(backbone, prompt, **options)
             self._carry(self.started)
         self.step = 0
@@ -72,11 +104,19 @@ class Trainer:
         self.means: dict[str, float] = {}
         self.optimizers = _optimizers(self.learner, recipe)
         self._sources: dict[str, Source] = {}
-        self._held_out = make_source({"source": "biographies", "development": True}, recipe.seed)
+        for one in (one for stage in recipe.stages for one in stage.data):
+            if _key(one) not in self._sources:
+                self._sources[_key(one)] = data.source({key: value for key, value in one.items() if key != "weight"})
         self.identity = hashlib.sha256(repr(recipe).encode()).hexdigest()[:16]
         out.mkdir(parents=True, exist_ok=True)
         if (out / CHECKPOINT).is_file():
             self._load()
+
+    def _adapted(self, backbone: Backbone) -> dict[int, nn.Module]:
+        """The layers that LoRA adds to, by number."""
+        assert self.recipe.lora
+        first, last = self.recipe.lora.layers
+        return {number: layer for number, layer in enumerate(backbone.stack()) if first <= number <= last}
 
     def _carry(self, started: Mapping[str, Tensor]) -> None:
         """Scalars that the model to start from has learned already."""
@@ -98,8 +138,7 @@ class Trainer:
             told, seen = self._one(module, stage, local)
             tokens += seen
             self.step += 1
-            for name, value in told.items():
-                self.means[name] = 0.95 * self.means[name] + 0.05 * value if name in self.means else value
+            self.means = {name: value + 0.95 * (self.means.get(name, value) - value) for name, value in told.items()}
             last = self.step == self.recipe.steps
             line: dict[str, Any] = {}
             if self.step % self.recipe.log_every == 0 or last:
@@ -117,11 +156,20 @@ class Trainer:
                 self.save(self.spent + time.monotonic() - began)
 
     def _module(self) -> Any:
+        """The learner, alone or as one of several processes (`torchrun`), each with batches of its own."""
         if self.world == 1:
             return self.learner
-        from torch.nn.parallel import DistributedDataParallel
+        if not distributed.is_initialized():
+            distributed.init_process_group("nccl" if self.learner.backbone.device.type == "cuda" else "gloo")
+        return nn.parallel.DistributedDataParallel(self.learner, find_unused_parameters=True)
 
-        return DistributedDataParallel(self.learner, find_unused_parameters=True)
+    def _together(self, told: dict[str, float]) -> dict[str, float]:
+        """The mean over all processes, so that all log the same and stop together."""
+        if self.world == 1:
+            return told
+        values = torch.tensor(list(told.values()), device=self.learner.backbone.device)
+        distributed.all_reduce(values)
+        return dict(zip(told, (values / self.world).tolist(), strict=True))
 
     def _one(self, module: Any, stage: Stage, local: int) -> tuple[dict[str, float], int]:
         """One step: the gradients' mean over all batches of all processes, then the optimisers."""
@@ -130,7 +178,6 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = group.get("fixed") or stage.lr.at(local)
         told: dict[str, float] = {}
-        tokens = 0
         for part in range(recipe.accumulate):
             index = (self.step * self.world + self.rank) * recipe.accumulate + part
             rng = random.Random(f"icr-bench step {recipe.seed} {index}")
@@ -148,7 +195,8 @@ class Trainer:
                 (loss / recipe.accumulate).backward()
             for name, value in shown.items():
                 told[name] = told.get(name, 0.0) + float(value) / recipe.accumulate
-            tokens += int(told.pop("tokens"))
+        tokens = int(told.pop("tokens") * recipe.accumulate * self.world)
+        told = self._together(told)
         norm = nn.utils.clip_grad_norm_(self.learner.parameters(), recipe.clip)
         if not torch.isfinite(norm):
             raise Stopped(self._saved_batch(batch, codes, shown))
@@ -158,18 +206,14 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         return told, tokens
 
-    def batch(self, stage: Stage, local: int, index: int, rng: random.Random) -> tuple[Batch, list[int]]:
+    def batch(self, stage: Stage, local: int, index: int, rng: random.Random) -> tuple[Asked, list[int]]:
         """Queries, documents and codes of one batch."""
         most = stage.documents.at(local)
         count = max(round(most * stage.jitter ** -rng.random()), 2)
         queries = max(1, min(stage.queries, int(count * stage.per_document)))
-        sources = [{key: value for key, value in one.items() if key != "weight"} for one in stage.data]
-        chosen = rng.choices(sources, [one.get("weight", 1) for one in stage.data])[0]
-        key = json.dumps(chosen, sort_keys=True)
-        if key not in self._sources:
-            self._sources[key] = make_source(chosen, self.recipe.seed)
-        batch = self._sources[key].batch(index, queries, count)
-        check(batch)
+        chosen = rng.choices(stage.data, [one.get("weight", 1) for one in stage.data])[0]
+        batch = self._sources[_key(chosen)].batch(index, queries, count)
+        _check(batch)
         if self.recipe.codes == "position":
             return batch, list(range(len(batch.documents)))
         return batch, some_codes(rng, len(batch.documents), few=rng.random() < stage.alphabets)
@@ -180,7 +224,7 @@ class Trainer:
         learner = self.learner
         backbone, prompt = learner.backbone, learner.prompt
         rng = random.Random("icr-bench held out")
-        batch = self._held_out.batch(0, queries, self.recipe.held_out)
+        batch = self.data.held_out(queries, self.recipe.held_out)
         if isinstance(learner, DenseLearner):
             first = (learner.vectors(batch.queries) @ learner.vectors(batch.documents).T).argmax(1).tolist()
             return _hits(first, batch)
@@ -189,7 +233,7 @@ class Trainer:
             codes = some_codes(rng, len(batch.documents))
         documents = list(prompt.documents(batch.documents, codes))
         cache = CorpusCache(list(prefill(backbone, documents, range(len(documents)))), codes, prompt.digits)
-        engine = Engine(backbone, Config(ssmax=learner.ssmax), prompt.settings.offset)
+        engine = Engine(backbone, Config(ssmax=learner.ssmax, blind=learner.blind), prompt.settings.offset)
         state = engine.query_pass(cache, [prompt.query(query) for query in batch.queries])
         tree = Codes(codes, prompt.digits, backbone.device)
         found, _ = search(engine, cache, tree, state, prompt.tokenizer.digits, Beam(5))
@@ -208,22 +252,21 @@ class Trainer:
     def finish(self) -> Path:
         """Write the model as any other loads: config.json, model.safetensors in bfloat16, its tokenizer, and what
         `BlockSearch` reads beside them."""
-        folder, backbone = self.out / "model", self.learner.backbone
+        folder, backbone, recipe = self.out / "model", self.learner.backbone, self.recipe
         folder.mkdir(exist_ok=True)
-        tensors = {f"model.{name}": t.to(torch.bfloat16).contiguous() for name, t in backbone.state_dict().items()}
-        tensors["lm_head.weight"] = tensors.pop("model.lm_head.weight")
-        if self._tied():
-            del tensors["lm_head.weight"]
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        config = backbone.config.to_dict() | {"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16"}
-        (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        self.words.save(folder)
+        if recipe.lora:
+            assert recipe.start
+            save_lora(folder, self._adapted(backbone), recipe.base or recipe.start, recipe.lora.rank, recipe.lora.alpha)
+        else:
+            self._save_model(folder)
         if isinstance(self.learner, DenseLearner):
             sentence_transformer(folder, backbone.embed_tokens.embedding_dim, self.recipe.prompt.cap)
             return folder
         told: dict[str, Any] = {"prompt": asdict(self.recipe.prompt)}
-        if self.recipe.routing_layer is not None:
-            told["routing_layer"] = self.recipe.routing_layer
+        if recipe.routing_layer is not None:
+            told["routing_layer"] = recipe.routing_layer
+        if recipe.blind:
+            told["blind"] = recipe.blind
         for name in ("ssmax", "sink"):
             scalars = getattr(self.learner, name)
             if scalars is not None:
@@ -231,7 +274,19 @@ class Trainer:
         (folder / "blocksearch.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
         return folder
 
-    def _saved_batch(self, batch: Batch, codes: Sequence[int], shown: Mapping[str, Tensor]) -> str:
+    def _save_model(self, folder: Path) -> None:
+        backbone = self.learner.backbone
+        tensors = {f"model.{name}": t.to(torch.bfloat16).contiguous() for name, t in backbone.state_dict().items()}
+        tensors["lm_head.weight"] = tensors.pop("model.lm_head.weight")
+        if backbone.lm_head.weight is backbone.embed_tokens.weight:
+            del tensors["lm_head.weight"]
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[backbone.config.model_type]
+        config = backbone.config.to_dict() | {"architectures": [f"{name}ForCausalLM"], "dtype": "bfloat16"}
+        (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        self.words.save(folder, ended=self.recipe.method == "dense")
+
+    def _saved_batch(self, batch: Asked, codes: Sequence[int], shown: Mapping[str, Tensor]) -> str:
         file = self.out / f"batch-{self.step}.json"
         told = {"queries": batch.queries, "documents": batch.documents, "golds": batch.golds, "codes": list(codes)}
         file.write_text(json.dumps(told | {name: float(value) for name, value in shown.items()}), encoding="utf-8")
@@ -248,14 +303,15 @@ class Trainer:
         """Write the checkpoint beside the old one and put it in its place: whole, or not at all."""
         if self.rank:
             return
-        tensors = {f"model.{name}": tensor for name, tensor in self.learner.state_dict().items()}
-        tensors.pop("model.backbone.lm_head.weight" if self._tied() else "", None)
-        names = {parameter: name for name, parameter in self.learner.named_parameters()}
+        names = {parameter: name for name, parameter in self.learner.named_parameters() if parameter.requires_grad}
+        tensors = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
                 for key, value in state.items():
                     tensors[f"optimizer.{key}.{names[parameter]}"] = torch.as_tensor(value)
         told = {"step": self.step, "seconds": seconds, "identity": self.identity, "means": self.means}
+        if wrong := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+            raise Stopped(f"{wrong[0]} is not finite at step {self.step}; the last checkpoint is whole; lower lr")
         new = self.out / f"{CHECKPOINT}.new"
         try:
             save_file({k: v.contiguous() for k, v in tensors.items()}, new, {"icr-bench": json.dumps(told)})
@@ -274,32 +330,40 @@ class Trainer:
             if told["identity"] != self.identity:
                 raise Stopped(f"{path} is of another recipe; give another folder, or remove it to begin again")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        model = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
-        if self._tied():
-            model["backbone.lm_head.weight"] = model["backbone.embed_tokens.weight"]
-        self.learner.load_state_dict(model)
+        names = {parameter: name for name, parameter in self.learner.named_parameters()}
+        states: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            if key.startswith("optimizer."):
+                _, kind, name = key.split(".", 2)
+                states.setdefault(name, {})[kind] = tensor
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    name = next(n for n, p in self.learner.named_parameters() if p is parameter)
-                    state = {
-                        key.split(".")[1]: t
-                        for key, t in tensors.items()
-                        if key.startswith("optimizer.") and key.split(".", 2)[2] == name
-                    }
-                    if state:
-                        optimizer.state[parameter] = state
+            for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+                parameter.data.copy_(tensors[f"model.{names[parameter]}"])
+                if names[parameter] in states:
+                    optimizer.state[parameter] = states[names[parameter]]
         self.step, self.spent, self.means = told["step"], told["seconds"], told["means"]
         log = self.out / "log.jsonl"
         if log.is_file():  # what came after the checkpoint comes again
             kept = [line for line in log.read_text().splitlines() if json.loads(line)["step"] <= self.step]
             log.write_text("".join(f"{line}\n" for line in kept))
 
-    def _tied(self) -> bool:
-        return self.learner.backbone.lm_head.weight is self.learner.backbone.embed_tokens.weight
+
+def _key(source: Mapping[str, Any]) -> str:
+    return json.dumps({key: value for key, value in source.items() if key != "weight"}, sort_keys=True)
 
 
-def _hits(first: Sequence[int], batch: Batch) -> float:
+def _check(batch: Asked) -> None:
+    """Refuse a batch that cannot teach: no gold, an unknown document, or equal documents."""
+    for query, golds in zip(batch.queries, batch.golds, strict=True):
+        if not golds:
+            raise Stopped(f"no document of the batch answers {query!r}")
+        if not all(0 <= gold < len(batch.documents) for gold in golds):
+            raise Stopped(f"golds {golds} of {query!r}: the batch has {len(batch.documents)} documents")
+    if len(set(batch.documents)) < len(batch.documents):
+        raise Stopped("two documents of a batch are equal, so that a code would name either")
+
+
+def _hits(first: Sequence[int], batch: Asked) -> float:
     right = sum(number in golds for number, golds in zip(first, batch.golds, strict=True))
     return right / len(batch.queries)
 
@@ -321,14 +385,13 @@ def some_codes(rng: random.Random, count: int, few: bool = False, digits: int = 
     return list(codes)
 
 
-def _begin(recipe: Recipe, beside: Path) -> tuple[Backbone, Tokenizer, dict[str, Tensor]]:
+def _begin(recipe: Recipe, data: Data) -> tuple[Backbone, Tokenizer, dict[str, Tensor]]:
     """The model to train, its tokenizer, and what else the weights to start from carry."""
     if recipe.shape:
-        serialized = new_tokenizer(tokenizer_texts(), recipe.shape.vocabulary)
+        serialized = new_tokenizer(data.texts(), recipe.shape.vocabulary)
         return *new_backbone(recipe.shape, serialized, recipe.seed), {}
     assert recipe.start
-    local = beside / recipe.start
-    backbone, words, path = load_backbone(str(local) if local.exists() else recipe.start)
+    backbone, words, path = load_backbone(recipe.start)
     extras = path / "blocksearch.json"
     told = json.loads(extras.read_text(encoding="utf-8")) if extras.is_file() else {}
     return backbone, words, {k: torch.tensor(told[k]) for k in ("ssmax", "sink") if k in told}

@@ -110,14 +110,15 @@ class Reference:
             sees[first:, :corpus] &= ~dropped
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         scores = q @ k.transpose(-1, -2) * scaling
-        if config.ssmax is not None:
+        sees[corpus:, :corpus] &= layer >= config.blind
+        if config.ssmax is not None and layer >= config.blind:
             counted = sees[:, self.starts] if config.n_is == "documents" else sees
             scores[:, :, corpus:] *= config.ssmax[layer] * counted.sum(1)[corpus:].float().log().unsqueeze(1)
-        if config.own is not None:
+        if config.own is not None and layer >= config.blind:
             scores[:, :, corpus:, corpus:] += config.own[layer]
         scores = scores.masked_fill(~sees, -torch.inf)
         shares = scores.softmax(-1)
-        if config.sink is not None:
+        if config.sink is not None and layer >= config.blind:
             sink = torch.full((*scores.shape[:3], 1), -torch.inf)
             sink[:, :, corpus:] = config.sink[layer] + math.log((config.sink_n or n) / 128)
             gated = torch.cat((scores, sink), -1).softmax(-1)[..., : len(sees)]

@@ -51,6 +51,9 @@ def make(model: Path, dtype: str = "float32", **options: Any) -> Learner:
     torch.manual_seed(0)
     learner = Learner(backbone.requires_grad_(True), Prompt(words, SETTINGS, 4), tau=TAU, **options)
     with torch.no_grad():
+        for name, parameter in learner.named_parameters():
+            if "probe" in name:
+                parameter.normal_()
         for name in ("ssmax", "sink"):
             if (scalars := getattr(learner, name)) is not None:
                 scalars.add_(torch.arange(len(scalars)) * 0.1)  # another one in every layer, so that a wrong one shows
@@ -132,7 +135,7 @@ class Slow:
     def aids(self, batch: Batch, chosen: list[int], aids: Aids) -> tuple[float, float]:
         """Attention's loss and that of the probes."""
         reference, prompt = self.reference, self.prompt
-        parts: dict[str, list[float]] = {"focus": [], "last": [], "digits": []}
+        parts: dict[tuple[int, str], list[float]] = {}
         probed: list[list[float]] = [[], *([] for _ in aids.probes)]
         text = [
             (start + place, number)
@@ -142,22 +145,23 @@ class Slow:
         for query, golds, gold, (start, end) in zip(batch.queries, batch.golds, chosen, batch.focus, strict=True):
             block, path = prompt.query(query), digits_of(CODES[gold])
             reference.run(block, [[prompt.tokenizer.digits[digit] for digit in path]])
-            q, k = (x[0] for x in reference.seen[aids.layer])
-            k = k.repeat_interleave(len(q) // len(k), 0)
-            scale = q.shape[-1] ** -0.5
-            if reference.config.ssmax is not None:
-                scale *= float(reference.config.ssmax[aids.layer]) * math.log(5)
             offsets = prompt.tokenizer.encode_batch([query])[0].offsets
             focus = [block.text + i for i, (a, b) in enumerate(offsets) if a < end and b > start]
             rows = [("focus", place, golds) for place in focus] + [("last", len(block) - 1, golds)]
             for place in range(3):
                 same = [d for d in golds if digits_of(CODES[d])[: place + 1] == path[: place + 1]]
                 rows.append(("digits", len(block) + place, same))
-            for name, row, right in rows:
-                products = torch.stack([q[h, len(reference.owner) + row] @ k[h].T for h in range(len(q))]) * scale
-                soft = products[:, [t for t, _ in text]].softmax(-1).mean(0)
-                mass = sum(float(share) for share, (_, number) in zip(soft, text, strict=True) if number in right)
-                parts[name].append(-math.log(mass + 1e-6))
+            for layer in (aids.layer, aids.router):
+                q, k = (x[0] for x in reference.seen[layer or 0])
+                k = k.repeat_interleave(len(q) // len(k), 0)
+                scale = q.shape[-1] ** -0.5
+                if reference.config.ssmax is not None:
+                    scale *= float(reference.config.ssmax[layer or 0]) * math.log(5)
+                for name, row, right in rows:
+                    products = torch.stack([q[h, len(reference.owner) + row] @ k[h].T for h in range(len(q))]) * scale
+                    soft = products[:, [t for t, _ in text]].softmax(-1).mean(0)
+                    mass = sum(float(share) for share, (_, number) in zip(soft, text, strict=True) if number in right)
+                    parts.setdefault((layer or 0, name), []).append(-math.log(mass + 1e-6))
             hidden = [state[0] for state in reference.hidden]
             for at, layer in enumerate(aids.probes):
                 logs = self.learner.query_probes[at](hidden[layer][len(reference.owner) + focus[-1]])
@@ -167,13 +171,14 @@ class Slow:
         for token, number in text:  # the documents' states are the same under every query
             logs = self.learner.document_probe(hidden[aids.layer][token]).unflatten(0, (4, 10)).log_softmax(-1)
             probed[0] += [-float(logs[place, digit]) for place, digit in enumerate(digits_of(CODES[number]))]
-        weights = {"focus": 1.0, "last": 1.0, "digits": aids.digits}
-        means = {name: sum(values) / len(values) for name, values in parts.items()}
-        attention = sum(weights[name] * means[name] for name in weights) / sum(weights.values())
+        means = {key: sum(values) / len(values) for key, values in parts.items()}
+        at, below = aids.layer, aids.router or 0
+        attention = (means[at, "focus"] + means[at, "last"] + aids.digits * means[at, "digits"]) / (2 + aids.digits)
+        attention += (means[below, "focus"] + means[below, "last"]) / 2
         return attention, sum(sum(values) / len(values) for values in probed) / len(probed)
 
 
-AIDS = Aids(2, (3,), 0.7)
+AIDS = Aids(2, (3,), router=1, digits=0.7)
 
 VARIANTS: dict[str, tuple[dict[str, Any], Weights, Config, Batch]] = {
     "offpolicy": ({}, Weights(), Config(), BATCH),
@@ -200,7 +205,7 @@ def test_loss_equals_a_slow_computation(model: Path, name: str) -> None:
             expected += weights.onpolicy * policy
         if learner.aids:
             attention, probes = slow.aids(batch, chosen, learner.aids)
-            assert float(told["attention"]) == pytest.approx(attention, abs=1e-4)
+            assert float(told["attention"] + told["routing"]) == pytest.approx(attention, abs=1e-4)
             assert float(told["probes"]) == pytest.approx(probes, abs=1e-4)
             expected += weights.attention * attention + weights.probes * probes
     assert float(loss) == pytest.approx(expected, abs=2e-4)

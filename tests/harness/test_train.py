@@ -1,0 +1,341 @@
+"""``icr-bench train`` from a recipe to a model: resumed, killed, stuck, diverging, and on two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from icr_bench.harness.cli import main
+from icr_bench.retrievers.base import Document
+from icr_bench.retrievers.blocksearch import BlockSearch
+from icr_bench.retrievers.dense import Dense
+from icr_bench.retrievers.training.trainer import CHECKPOINT
+
+RECIPE: dict[str, Any] = {
+    "shape": {"layers": 3, "width": 32, "heads": 2, "mlp": 48, "vocabulary": 400},
+    "prompt": {"cap": 200, "offset": 200, "before": "", "after": " "},
+    "optimizer": "muon",
+    "supervision": {"layer": 1, "probes": [2], "router": 0},
+    "sink": 3.0,
+    "log_every": 1,
+    "save_every": 2,
+    "check_every": 4,
+    "held_out": 8,
+    "stages": [
+        {
+            "steps": 4,
+            "lr": [[0, 0.001], [4, 0.002]],
+            "documents": 6,
+            "jitter": 2,
+            "queries": 4,
+            "alphabets": 0.5,
+            "attention": 0.5,
+            "probes": 0.5,
+            "data": [{"source": "biographies", "likes": [3, 6]}],
+        },
+        {
+            "steps": 2,
+            "lr": 0.001,
+            "documents": [[0, 6], [2, 8]],
+            "queries": 4,
+            "onpolicy": [[0, 0], [2, 0.5]],
+            "sink": 1.0,
+            "data": [{"source": "biographies", "likes": [3, 6]}],
+        },
+    ],
+}
+
+
+def recipe(folder: Path, **changes: Any) -> str:
+    folder.mkdir(exist_ok=True)
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump({**RECIPE, **changes}))
+    return str(file)
+
+
+def stage(**changes: Any) -> list[dict[str, Any]]:
+    return [{**RECIPE["stages"][0], **changes}]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / CHECKPOINT)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums of several threads differ in their last bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A recipe with everything in it, and the folder of its undisturbed training."""
+    folder = tmp_path_factory.mktemp("trained")
+    told = recipe(folder, ssmax=0.3, routing_layer=1, blind=1)
+    assert main(["train", told, "-o", str(folder / "out")]) == 0
+    return told, folder / "out"
+
+
+def test_trained_model_answers(trained: tuple[str, Path]) -> None:
+    model = trained[1] / "model"
+    told = json.loads((model / "blocksearch.json").read_text())
+    assert (told["routing_layer"], told["blind"], len(told["ssmax"]), len(told["sink"])) == (1, 1, 3, 3)
+    retriever = BlockSearch(model=str(model), ssmax=True, routing="last", routing_b=2)  # type: ignore[arg-type]
+    retriever.load()
+    retriever.index([Document(i, f"Ada likes {word}.") for i, word in enumerate(("Oboes", "Kites", "Plums"))])
+    (ranking,) = retriever.search(["Who likes Kites?"], 3)
+    assert sorted(ranking.numbers) == [0, 1, 2]
+    assert retriever.settings()["ssmax"]["from"] == "weights"
+
+
+def test_log_tells_every_step_and_the_losses_of_its_digits(trained: tuple[str, Path]) -> None:
+    lines = [json.loads(line) for line in (trained[1] / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert all({"digit1", "digit4", "right1", "loss", "lr", "tokens_per_s", "seconds"} <= line.keys() for line in lines)
+    assert ["held_out_hit@1" in line for line in lines] == [False, False, False, True, False, True]
+    assert all(0 <= line["held_out_hit@1"] <= 1 for line in lines if "held_out_hit@1" in line)
+
+
+def test_resumed_training_equals_the_undisturbed_one_bit_by_bit(
+    trained: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, whole = trained
+    from icr_bench.retrievers.training import trainer
+
+    real = trainer.Trainer._one
+
+    def interrupted(self: Any, *arguments: Any) -> Any:
+        if self.step == 5:
+            raise KeyboardInterrupt
+        return real(self, *arguments)
+
+    monkeypatch.setattr(trainer.Trainer, "_one", interrupted)
+    assert main(["train", told, "-o", str(tmp_path)]) == 130
+    assert not same(weights(tmp_path), weights(whole))
+    monkeypatch.undo()
+    assert main(["train", told, "-o", str(tmp_path)]) == 0
+    assert same(weights(tmp_path), weights(whole))
+    for name in ("model.safetensors", "blocksearch.json", "tokenizer.json"):
+        assert (tmp_path / "model" / name).read_bytes() == (whole / "model" / name).read_bytes()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_goes_on_as_if_nothing_had_happened(trained: tuple[str, Path], tmp_path: Path) -> None:
+    """kill -9 at random moments, saves among them (every step saves)."""
+    told = recipe(tmp_path, ssmax=0.3, save_every=1)
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    assert main(["train", told, "-o", str(whole)]) == 0
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "icr_bench.harness.cli", "train", told, "-o", str(torn)]
+    rng, kills = random.Random(0), 0
+    while True:
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        begun = (torn / CHECKPOINT).stat().st_mtime_ns if (torn / CHECKPOINT).exists() else 0
+        while process.poll() is None and time.monotonic() < deadline:
+            if kills < 6 and (torn / CHECKPOINT).exists() and (torn / CHECKPOINT).stat().st_mtime_ns != begun:
+                time.sleep(rng.random() * 0.3)
+                process.send_signal(signal.SIGKILL)
+                kills += 1
+                break
+            time.sleep(0.001)
+        if process.wait() == 0:
+            break
+        weights(torn)  # whole, or this raises
+    assert kills >= 2
+    assert same(weights(torn), weights(whole))
+
+
+def test_save_that_fails_leaves_the_checkpoint_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from icr_bench.retrievers.training import trainer
+
+    real, calls = trainer.save_file, 0
+
+    def full(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            arguments[1].write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        real(*arguments)
+
+    monkeypatch.setattr(trainer, "save_file", full)
+    told = recipe(tmp_path)
+    assert main(["train", told, "-o", str(tmp_path / "out")]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert sorted(file.name for file in (tmp_path / "out").iterdir() if file.is_file()) == [CHECKPOINT, "log.jsonl"]
+    monkeypatch.undo()
+    assert main(["train", told, "-o", str(tmp_path / "out")]) == 0
+
+
+def test_diverging_training_stops_and_keeps_the_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = recipe(tmp_path, optimizer="adamw", stages=stage(lr=[[0, 0.001], [1, 0.001], [2, 1e30]]))
+    assert main(["train", told, "-o", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert "not a finite number at step" in error
+    (file,) = (tmp_path / "out").glob("batch-*.json")
+    assert str(file) in error.replace("\n", "")
+    assert {"queries", "documents", "golds", "codes", "loss"} <= json.loads(file.read_text()).keys()
+    assert all(x.isfinite().all() for x in weights(tmp_path / "out").values())
+
+
+def test_gate_stops_what_is_stuck(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = recipe(tmp_path, stages=stage(gates=[{"by": 3, "right1": 1.1}]))
+    assert main(["train", told, "-o", str(tmp_path / "out")]) == 1
+    assert "stuck: right1 is" in capsys.readouterr().err
+
+
+def test_checkpoint_of_another_recipe_is_refused(
+    trained: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", recipe(tmp_path), "-o", str(trained[1])]) == 1
+    assert "is of another recipe" in capsys.readouterr().err
+
+
+def test_dense_training_makes_a_model_for_sentence_transformers(tmp_path: Path) -> None:
+    told = recipe(tmp_path, method="dense", supervision=None, stages=stage(attention=0, probes=0))
+    assert main(["train", told, "-o", str(tmp_path / "out")]) == 0
+    from icr_bench.harness.sources import Data
+    from icr_bench.harness.train import parse
+    from icr_bench.retrievers.training.trainer import Trainer
+
+    trainer = Trainer(parse(told), Data(0, tmp_path, ()), tmp_path / "out")
+    texts = ["Ada likes Oboes.", "Ben likes Kites, Plums and Rivers."]
+    own = trainer.learner.vectors(texts)  # type: ignore[union-attr]
+    dense = Dense(model=str(tmp_path / "out" / "model"))  # type: ignore[arg-type]
+    dense.load()
+    assert torch.allclose(torch.tensor(dense.encode(texts, "document")), own, atol=0.03)  # the file is in bfloat16
+
+
+def test_lora_trains_an_adapter_that_adds_to_its_base(trained: tuple[str, Path], tmp_path: Path) -> None:
+    base = trained[1] / "model"
+    changes = {"shape": None, "start": str(base), "lora": {"rank": 4, "layers": [1, 2]}}
+    told = recipe(tmp_path, **changes, stages=stage(lr=0.01))
+    assert main(["train", told, "-o", str(tmp_path / "out")]) == 0
+    adapter = tmp_path / "out" / "model"
+    assert not (adapter / "model.safetensors").exists()
+    names = {name.split("lora_")[0] for name in load_file(adapter / "adapter_model.safetensors")}
+    assert len(names) == 14
+    assert all(".layers.1." in name or ".layers.2." in name for name in names)
+    documents = [Document(i, f"Ada likes {word}.") for i, word in enumerate(("Oboes", "Kites", "Plums"))]
+
+    def scores(**options: Any) -> list[float]:
+        retriever = BlockSearch(**options)
+        retriever.load()
+        retriever.index(documents)
+        return retriever.search(["Who likes Kites?"], 3)[0].scores
+
+    alone = scores(model=str(base))
+    assert scores(model=str(adapter)) != pytest.approx(alone, abs=1e-3)
+    assert scores(model=str(adapter), base=str(base)) == scores(model=str(adapter))
+    with pytest.raises(ValueError, match="is no adapter"):
+        scores(model=str(base), base=str(base))
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown key": ({"learning_rate": 1}, "'learning_rate' is not known"),
+    "unknown key of a stage": ({"stages": stage(steeps=3)}, "stages[0]: 'steeps' is not known"),
+    "missing": ({"stages": [{"steps": 3}]}, "lr is missing"),
+    "no number": ({"clip": "much"}, "clip is 'much'; expected float"),
+    "ramp": ({"stages": stage(lr=[[3, 1], [1, 0]])}, "must grow"),
+    "start and shape": ({"start": "org/model"}, "either start"),
+    "neither": ({"shape": None}, "either start"),
+    "ssmax without N": ({"ssmax": 0.4, "stages": stage(documents=2, jitter=2)}, "SSMax"),
+    "sink that is not there": ({"sink": None}, "stages[1].sink needs"),
+    "supervision that is not there": ({"supervision": None}, "needs supervision"),
+    "routing": ({"routing": "last"}, "'routing' is not known"),
+    "unknown source": ({"stages": stage(data=[{"source": "novels"}])}, "unknown source 'novels'"),
+    "unknown option": ({"stages": stage(data=[{"source": "biographies", "liking": 3}])}, "unexpected keyword"),
+    "lora from scratch": ({"lora": {"rank": 3}}, "nothing to add to"),
+    "layer": ({"supervision": {"layer": 7}}, "layers 0 to 2"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_recipes_that_make_no_sense_are_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes, message = BAD[name]
+    assert main(["train", recipe(tmp_path, **changes), "-o", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out" / CHECKPOINT).exists()
+
+
+def test_too_few_examples_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    examples = tmp_path / "examples.jsonl"
+    rows = [{"query": f"q{i}", "positives": [f"text {i}"], "negatives": []} for i in range(4)]
+    examples.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = [{"source": "examples", "path": str(examples)}]
+    told = recipe(tmp_path, stages=stage(data=data, attention=0, probes=0))
+    assert main(["train", told, "-o", str(tmp_path / "out")]) == 2
+    assert "4 examples are too few for" in capsys.readouterr().err
+
+
+GRADIENTS = """
+import sys
+from pathlib import Path
+from safetensors.torch import save_file
+from icr_bench.harness.sources import Data
+from icr_bench.harness.train import parse
+from icr_bench.retrievers.training.trainer import Trainer
+
+told, out = parse(sys.argv[1]), Path(sys.argv[2])
+trainer = Trainer(told, Data(told.seed, out, ()), out)
+trainer.optimizers = []
+kept = {}
+
+def keep(parameters, most):
+    kept.update({name: p.grad.clone() for name, p in trainer.learner.named_parameters() if p.grad is not None})
+    return clip(trainer.learner.parameters(), most)
+
+import torch.nn.utils as utils
+clip, utils.clip_grad_norm_ = utils.clip_grad_norm_, keep
+trainer._one(trainer._module(), *told.stage(5))
+if trainer.rank == 0:
+    save_file(kept, out / "gradients.safetensors")
+"""
+
+
+def test_two_processes_equal_one_that_accumulates(tmp_path: Path) -> None:
+    """torch's data parallelism over gloo: the gradients of two processes with a batch each, and of one with both."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    gradients = []
+    for ranks, accumulate in ((1, 2), (2, 1)):
+        told = recipe(tmp_path / f"{ranks}", accumulate=accumulate, ssmax=0.3)
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", GRADIENTS, told, str(tmp_path / f"{ranks}")]
+        environments = [{**os.environ, **shared, "WORLD_SIZE": f"{ranks}", "RANK": f"{rank}"} for rank in range(ranks)]
+        processes = [subprocess.Popen(command, env=environment) for environment in environments]
+        assert [process.wait(timeout=300) for process in processes] == [0] * ranks
+        gradients.append(load_file(tmp_path / f"{ranks}" / "gradients.safetensors"))
+    one, two = gradients
+    assert len(one) > 30
+    assert all(torch.allclose(one[name], two[name], rtol=1e-3, atol=1e-6) for name in one)
+    assert any(one[name].abs().max() > 1e-3 for name in one)
