@@ -8,7 +8,7 @@ import hashlib
 import lzma
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +20,8 @@ SHARES = (("train", 90), ("development", 95), ("test", 100))
 """Splits by the upper end of their share of names, in percent."""
 
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+
+LISTS = Path("/var/lib/apt/lists")
 
 SHORTEST = 100
 """Characters of a description; shorter ones say what the synopsis says."""
@@ -34,26 +36,51 @@ class Package:
     text: str
 
 
-def packages(*, path: Path, split: Split = "test") -> Benchmark:
+def packages(*, path: Path | None = None, split: Split = "test") -> Benchmark:
     """A query is a package's synopsis, its gold the package's description.
 
     Packages are split by name. Of those with equal synopses or equal first paragraphs only the first is kept, since
     either description would answer.
 
     Args:
-        path: apt's ``Translation-en``, plain or .gz, .bz2 or .xz: ``apt-get -o Acquire::Languages=en update`` leaves it
-            in /var/lib/apt/lists, and every mirror has it at dists/<release>/main/i18n.
+        path: apt's ``Translation-en``, plain or .gz, .bz2 or .xz; every mirror has it at dists/<release>/main/i18n.
+            By default the one that ``apt-get -o Acquire::Languages=en update`` leaves in /var/lib/apt/lists.
         split: ``train``, ``development`` or ``test``.
 
     Raises:
         DataError: no such file, or not what it should be.
     """
+    if path is None:
+        path = _of_apt()
     rows = read_packages(path, split)
-    return Benchmark.of(
+    made = Benchmark.of(
         [Passage(row.name, row.text) for row in rows],
         [Query(f"synopsis of {row.name}", row.synopsis) for row in rows],
         [Judgment(f"synopsis of {row.name}", row.name, 1) for row in rows],
     )
+    return replace(made, source=f"{path} ({snapshot(path)})")
+
+
+def snapshot(path: Path) -> str:
+    """What tells this file from any other: its SHA-256, and the date of its archive where apt keeps that beside it."""
+    with path.open("rb") as file:
+        told = f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
+    release = path.with_name(path.name.partition("_main_i18n")[0] + "_InRelease")
+    if release.is_file():
+        dates = [line for line in release.read_text(errors="replace").splitlines() if line.startswith("Date: ")]
+        told += f", archive of {dates[0].removeprefix('Date: ')}" if dates else ""
+    return told
+
+
+def _of_apt() -> Path:
+    """The largest file of apt's lists: that of a release, not of its updates."""
+    found = [file for file in LISTS.glob("*_main_i18n_Translation-en") if file.is_file()]
+    if not found:
+        raise DataError(
+            f"{LISTS}: no Translation-en; on Debian, apt-get -o Acquire::Languages=en -o Acquire::GzipIndexes=false "
+            "update brings it, elsewhere give path="
+        )
+    return max(found, key=lambda file: file.stat().st_size)
 
 
 def read_packages(path: Path, split: Split) -> list[Package]:

@@ -86,8 +86,8 @@ def parser() -> argparse.ArgumentParser:
     table.add_argument("--metric", action="append", metavar="M", help="such as hit@1; may be repeated")
     table.add_argument("--format", choices=("md", "csv", "latex", "json"), default="md", help="md by default")
 
-    plot = command("plot", "scaling curves of one or several runs as PNG, SVG or PDF (extra report)")
-    plot.add_argument("folders", nargs="+", metavar="DIR", type=Path, help="folders of runs")
+    plot = command("plot", "scaling curves of runs, or losses of trainings, as PNG, SVG or PDF (extra report)")
+    plot.add_argument("folders", nargs="+", metavar="DIR", type=Path, help="folders of runs, or of trainings")
     plot.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help=".png, .svg or .pdf")
     plot.add_argument("--metric", metavar="M", default="hit@1", help="such as hit@1 (the default)")
 
@@ -215,8 +215,12 @@ def _records(folders: Sequence[Path]) -> list[Record]:
 
 def _plot(options: argparse.Namespace, command: str) -> int:
     from icr_bench.harness import tables
-    from icr_bench.harness.plot import plot
+    from icr_bench.harness.plot import LOG, plot, plot_training
 
+    if all((folder / LOG).is_file() for folder in options.folders):
+        plot_training(options.folders, options.output)
+        print(options.output)
+        return OK
     plot(tables.quality(tables.build(_records(options.folders), [options.metric], command)), options.output)
     print(options.output)
     return OK

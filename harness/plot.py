@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from icr_bench.harness import metrics
 from icr_bench.harness.errors import UsageError
@@ -12,6 +14,16 @@ from icr_bench.harness.tables import Table
 from icr_bench.retrievers.base import MissingExtra
 
 ENDINGS = (".png", ".svg", ".pdf")
+
+LOG = "log.jsonl"
+"""What `icr-bench train` writes into its folder."""
+
+PANELS = (
+    ("cross-entropy, digit 1", ("digit1",)),
+    ("cross-entropy, digits 2 to 4", ("digit2", "digit3", "digit4")),
+    ("InfoNCE of a dense model", ("infonce",)),
+    ("hit@1 on held-out queries", ("held_out_hit@1",)),
+)
 
 
 def plot(tables: Sequence[Table], file: Path) -> None:
@@ -25,10 +37,7 @@ def plot(tables: Sequence[Table], file: Path) -> None:
         UsageError: the ending is another.
         MissingExtra: matplotlib is not installed.
     """
-    if file.suffix.lower() not in ENDINGS:
-        raise UsageError(f"{file}: expected a file name that ends in {', '.join(ENDINGS)}")
-    if find_spec("matplotlib") is None:
-        raise MissingExtra("matplotlib", "report")
+    _check(file)
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
@@ -68,7 +77,53 @@ def plot(tables: Sequence[Table], file: Path) -> None:
     names, handles = list(by_name), list(by_name.values())
     legend = "band: 95% bootstrap interval over queries"
     figure.legend(handles, names, title=legend, loc="outside lower center", ncols=min(len(names), 5) or 1)
+    _save(figure, file, metrics.definition(tables[0].name))
+
+
+def plot_training(folders: Sequence[Path], file: Path) -> None:
+    """Draw what trainings logged, one curve a folder: cross-entropy of the first and of the later digits, or a dense
+    model's loss, and hit@1 on held-out queries, against the step.
+
+    Args:
+        folders: of `icr-bench train`.
+        file: where to write; its ending chooses PNG, SVG or PDF.
+
+    Raises:
+        UsageError: the ending is another.
+        MissingExtra: matplotlib is not installed.
+    """
+    _check(file)
+    from matplotlib.figure import Figure
+
+    logs = {
+        folder.name: [json.loads(line) for line in (folder / LOG).read_text(encoding="utf-8").splitlines()]
+        for folder in folders
+    }
+    known = {key for lines in logs.values() for line in lines for key in line}
+    panels = [(title, keys) for title, keys in PANELS if known & set(keys)]
+    figure = Figure(figsize=(4.2 * len(panels), 3.6), layout="constrained")
+    for panel, (title, keys) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for number, (name, lines) in enumerate(logs.items()):
+            points = [(one["step"], sum(one[k] for k in keys) / len(keys)) for one in lines if set(keys) <= one.keys()]
+            panel.plot(*zip(*points, strict=True), color=f"C{number % 10}", label=name)
+        panel.set_title(title)
+        panel.set_xlabel("step")
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    handles, labels = panel.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6))
+    _save(figure, file, "training")
+
+
+def _check(file: Path) -> None:
+    if file.suffix.lower() not in ENDINGS:
+        raise UsageError(f"{file}: expected a file name that ends in {', '.join(ENDINGS)}")
+    if find_spec("matplotlib") is None:
+        raise MissingExtra("matplotlib", "report")
+
+
+def _save(figure: Any, file: Path, title: str) -> None:
     try:
-        figure.savefig(file, dpi=150, metadata={"Title": metrics.definition(tables[0].name)})
+        figure.savefig(file, dpi=150, metadata={"Title": title})
     except OSError as error:
         raise UsageError(f"{file}: cannot be written: {error.strerror}") from None

@@ -99,10 +99,11 @@ class Data:
         teacher: str | None = None,
     ) -> Source:
         """The queries of any benchmark with their golds, and negatives that a retriever ranks high."""
-        if miner is None and teacher is None:
-            return self._without_leaks(self._pairs(self._benchmark(spec)), spec)
-        identity = [spec, miner, negatives, pool, self._weights(miner), teacher, teacher and identify(teacher)]
         benchmark = self._benchmark(spec)
+        self._say(f"{spec}: {benchmark.source}")
+        if miner is None and teacher is None:
+            return self._without_leaks(self._pairs(benchmark), spec)
+        identity = [spec, miner, negatives, pool, self._weights(miner), teacher, teacher and identify(teacher)]
         identity.append(benchmark.at(len(benchmark.documents)).fingerprint)
         file = self._cache / f"mined-{_digest(identity)}.jsonl"
         if not file.is_file():

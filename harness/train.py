@@ -83,7 +83,7 @@ def train(recipe: str, out: Path, *, seed: int | None, start: str | None, device
         data = Data(read.seed, out / "data", read.exclude, say)
         trainer = Trainer(read, data, out, place(device, "float32")[0], _shown(console, read.steps))
         trainer.run()
-        say(f"{trainer.finish()}: the trained model")
+        say(f"{trainer.finish(Path(recipe).stem)}: the trained model")
     except ValueError as error:  # what the recipe asks for does not fit its model or its data
         raise UsageError(f"{recipe}: {error}") from None
     except Stopped as error:

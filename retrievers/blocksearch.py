@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -20,26 +20,33 @@ from icr_bench.retrievers.lm.corpus import CACHE_GB, Corpus, ask_in_groups, span
 from icr_bench.retrievers.lm.decode import Beam, Codes, search
 from icr_bench.retrievers.lm.engine import Config, Engine, Readout, Routing, Tokens, check_heads, check_layer
 from icr_bench.retrievers.lm.prompt import DIGITS, Block, Prompt, PromptSettings, check_digits, digits_for, with_given
+from icr_bench.retrievers.rows import row
 from icr_bench.retrievers.top import top_k
 from icr_bench.retrievers.weights import CacheFolder, Model
 
 ROUTING_LAYER = (16, 28)
 """The paper's routing layer and its model's depth; other depths route at the same fraction."""
 
+BASE = Model("tiny-base")
+"""The model that ships with this package; its variants have rows below."""
+
+ROUTING_B = 256
+"""Documents that routing keeps (section 5.1)."""
+
 SSMAX_START, SINK_START = 0.43, 14.0
 """The learned scalars' initial values (facts 7.1, 7.2), which hold where the weights carry none."""
 
 EXTRAS = "blocksearch.json"
-"""What weights carry beside the model: ``prompt``, ``routing_layer``, ``blind``, ``ssmax`` and ``sink`` (a number
-a layer)."""
+"""What weights carry beside the model: ``prompt``, ``routing_layer``, ``routing_b``, ``blind``, ``ssmax`` and
+``sink`` (a number a layer)."""
 
 
 class BlockSearch(Retriever):
     """A language model reads every document once into its KV cache and answers with the code of one.
 
     Args:
-        model: hub id (``org/name`` or ``org/name@revision``), a local folder or a ``.gguf`` file; a model of the Llama,
-            Mistral or Qwen family.
+        model: a model of the Llama, Mistral or Qwen family: a hub id (``org/name`` or ``org/name@revision``), a local
+            folder, a ``.gguf`` file, or a name that `icr-bench list models` prints.
         base: the model that an adapter adds to (hub id, folder or ``.gguf`` file); the one that it names by default.
         codes: ``random``, or ``position`` for the document's number (the ablation).
         digits: digits of a code; by default four, or as many as the corpus takes.
@@ -51,7 +58,7 @@ class BlockSearch(Retriever):
         routing: keep the documents that score best at one layer by the query's ``last`` token (the paper) or by the
             tokens of its own text (``content``); ``none`` for no routing.
         routing_layer: the layer that scores; 16 of 28 or the same fraction, unless the weights say otherwise.
-        routing_b: documents kept.
+        routing_b: documents kept; 256 unless the weights say otherwise.
         routing_reach: in digit passes the shortlist holds in ``every`` layer, or only in those ``upper`` than the
             routing layer.
         readout: ``decode`` digits, or rank all documents by ``attention`` at one layer.
@@ -70,7 +77,7 @@ class BlockSearch(Retriever):
     def __init__(
         self,
         *,
-        model: Model,
+        model: Model = BASE,
         base: Model | None = None,
         codes: Literal["random", "position"] = "random",
         digits: int | None = None,
@@ -81,7 +88,7 @@ class BlockSearch(Retriever):
         sink_gate: bool = False,
         routing: Literal["none", "last", "content"] = "none",
         routing_layer: int | None = None,
-        routing_b: int = 256,
+        routing_b: int | None = None,
         routing_reach: Literal["every", "upper"] = "every",
         readout: Literal["decode", "attention"] = "decode",
         readout_layer: int | None = None,
@@ -98,7 +105,7 @@ class BlockSearch(Retriever):
     ) -> None:
         if not model:
             raise ValueError("model is empty; give a hub id, a local folder or a .gguf file")
-        if routing_b < 1:
+        if routing_b is not None and routing_b < 1:
             raise ValueError(f"routing_b must be 1 or more, got {routing_b}")
         if digits is not None and not 1 <= digits <= 7:
             raise ValueError(f"digits must be 1 to 7, got {digits}")
@@ -141,7 +148,8 @@ class BlockSearch(Retriever):
         check_layer("routing_layer", middle, depth)
         routing = None
         if self._routing != "none":
-            routing = Routing(middle, self._routing_b, self._routing, self._routing_reach)
+            kept = self._routing_b or carried.get("routing_b", ROUTING_B)
+            routing = Routing(middle, kept, self._routing, self._routing_reach)
         self._scalars = {}
         for name, wanted, start in (("ssmax", self._ssmax, SSMAX_START), ("sink", self._sink_gate, SINK_START)):
             if wanted:
@@ -264,12 +272,14 @@ def _carried(path: Path) -> dict[str, Any]:
                     for field in fields(PromptSettings)
                     if field.name in value
                 )
-            elif name in ("routing_layer", "blind"):
+            elif name in ("routing_layer", "routing_b", "blind"):
                 fine = type(value) is int
             elif name in ("ssmax", "sink"):
                 fine = all(type(scalar) in (int, float) for scalar in value)
             else:
-                raise ValueError(f"{name!r} is not known; expected prompt, routing_layer, blind, ssmax or sink")
+                raise ValueError(
+                    f"{name!r} is not known; expected prompt, routing_layer, routing_b, blind, ssmax or sink"
+                )
             if not fine:
                 raise ValueError(f"{name} is {value!r:.80}")
     except (ValueError, TypeError, AttributeError) as error:
@@ -277,24 +287,15 @@ def _carried(path: Path) -> dict[str, Any]:
     return carried
 
 
-def _row(what: str, **defaults: Any) -> Callable[..., BlockSearch]:
-    """A name of its own for BlockSearch with other defaults."""
-    signature = inspect.signature(BlockSearch)
-    parameters = [p.replace(default=defaults.get(p.name, p.default)) for p in signature.parameters.values()]
-
-    def make(**options: Any) -> BlockSearch:
-        return BlockSearch(**(defaults | options))
-
-    make.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    make.__annotations__ = BlockSearch.__init__.__annotations__
-    arguments = (inspect.getdoc(BlockSearch) or "").partition("\n\n")[2]
-    make.__doc__ = f"{what}\n\n{arguments}"
-    return make
-
-
-position = _row("BlockSearch with codes by position (ablation, section 3.3).", codes="position")
-offpolicy = _row("BlockSearch trained without the on-policy loss (ablation, section 3.3): other weights, same search.")
-sink = _row("BlockSearch trained with an additive sink (section 5.1), which is off at evaluation.")
-ssmax = _row("BlockSearch with SSMax (section 5.1).", ssmax=True)
-routing = _row("BlockSearch with routing (section 5.1).", routing="last")
-ssmax_routing = _row("BlockSearch with SSMax and routing (section 5.2).", ssmax=True, routing="last")
+position = row(
+    BlockSearch, "BlockSearch with codes by position (ablation, section 3.3).", model="tiny-position", codes="position"
+)
+offpolicy = row(BlockSearch, "BlockSearch trained without the on-policy loss (section 3.3).", model="tiny-offpolicy")
+sink = row(
+    BlockSearch, "BlockSearch trained with an additive sink (section 5.1), off at evaluation.", model="tiny-sink"
+)
+ssmax = row(BlockSearch, "BlockSearch with SSMax (section 5.1).", model="tiny-ssmax", ssmax=True)
+routing = row(BlockSearch, "BlockSearch with routing (section 5.1).", routing="last")
+ssmax_routing = row(
+    BlockSearch, "BlockSearch with SSMax and routing (section 5.2).", model="tiny-ssmax", ssmax=True, routing="last"
+)

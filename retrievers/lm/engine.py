@@ -63,7 +63,6 @@ class Config:
     sink: Sequence[float] | Tensor | None = None  # b_L of every layer
     sink_n: float | None = None  # N of the gate, if not the documents at hand: the N_eff of training
     sink_strength: float = 1.0  # 0 for no gate; between, the factor is as far between 1 and the gate's
-    own: Sequence[float] | None = None  # of every layer, added to a row's scores with its own query: an aid in training
     routing: Routing | None = None
     blind: int = 0
 
@@ -115,7 +114,7 @@ class Engine:
 
     def __init__(self, backbone: Backbone, config: Config, offset: int) -> None:
         self.backbone, self.config, self.offset = backbone, config, offset
-        for name in ("ssmax", "sink", "own"):
+        for name in ("ssmax", "sink"):
             scalars = getattr(config, name)
             if scalars is not None and len(scalars) != backbone.depth:
                 raise ValueError(f"{name} has {len(scalars)} scalars for a model of {backbone.depth} layers")
@@ -290,8 +289,6 @@ class Engine:
         """What rows read of the corpus and of their own query together, (R, H, D)."""
         if layer < self.config.blind:
             return own[0]
-        if self.config.own is not None:
-            own = own[0], own[1] + self.config.own[layer]
         return self._gate(layer, len(cache), merge([self._corpus(cache, q, layer, row_of, kept), own]))
 
     def _gate(self, layer: int, documents: int, part: Part) -> Tensor:

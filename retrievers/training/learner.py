@@ -36,6 +36,7 @@ class Weights:
 
     onpolicy: float = 0.0
     attention: float = 0.0
+    routing: float = 0.0
     probes: float = 0.0
 
 
@@ -104,7 +105,7 @@ class Learner(nn.Module):
         blocks = [prompt.query(query) for query in batch.queries]
         digits = torch.tensor([[int(d) for d in f"{code:0{prompt.digits}d}"] for code in codes], device=device)
         told: dict[str, Tensor] = {}
-        aids = self.aids if weights.attention or weights.probes else None
+        aids = self.aids if weights.attention or weights.routing or weights.probes else None
         inner: dict[int, Tensor] = {}
 
         def keep(layer: int, hidden: Tensor) -> None:
@@ -149,10 +150,10 @@ class Learner(nn.Module):
             attention, masses = self._attention(shard, aids.layer, seen, read, digits, path, gold)
             told |= {"attention": attention, **masses}
             loss = loss + weights.attention * attention
-            if aids.router is not None:
+            if aids.router is not None and weights.routing:
                 routing, masses = self._attention(shard, aids.router, seen, read, digits, path, gold)
                 told |= {"routing": routing} | {f"{name}_routing": mass for name, mass in masses.items()}
-                loss = loss + weights.attention * routing
+                loss = loss + weights.routing * routing
             probes = self._probes(shard, inner[aids.layer], seen, read, digits, path)
             told["probes"] = probes
             loss = loss + weights.probes * probes
@@ -221,19 +222,25 @@ class Learner(nn.Module):
         shares = (grouped @ keys.transpose(-1, -2) * scale).softmax(-1)  # (K, R * G, T)
         each = shares.new_zeros(*shares.shape[:2], gold.shape[1])
         each = each.index_add(2, owner, shares).unflatten(1, (len(q), -1)).mean((0, 2))  # (R, N)
-        # A digit is to read the golds whose codes begin as the path does so far.
-        here, masks = gold, list[Tensor]()
+        # A digit is to read the golds whose codes begin as the path does so far, and to tell them from other documents
+        # that begin so too: else it learns to find the digits before it in the codes, and not what was asked for.
+        same, begun = torch.ones_like(gold), list[Tensor]()
         for place in range(path.shape[1] - 1):
-            here = here * (digits[:, place] == path[:, place : place + 1])
-            masks.append(here)
-        mask = torch.cat([gold[read.asking], gold, torch.stack(masks, 1).flatten(0, 1)[: len(answer)]])
-        mass = (each * mask).sum(1).split([len(read.focus), len(read.last), len(answer)])
-        parts = {"mass_focus": (mass[0], 1.0), "mass": (mass[1], 1.0)}
+            same = same * (digits[:, place] == path[:, place : place + 1])
+            begun.append(same)
+        prefix = torch.stack(begun, 1).flatten(0, 1)[: len(answer)]  # (rows of digits, N)
+        golds = torch.cat([gold[read.asking], gold, gold.repeat_interleave(len(begun), 0)[: len(answer)] * prefix])
+        mass = (each * golds).sum(1).split([len(read.focus), len(read.last), len(answer)])
+        told = {"mass_focus": mass[0].mean(), "mass": mass[1].mean()}
+        lost = [_surprise(mass[0]), _surprise(mass[1])]
         if answer:
-            parts["mass_digits"] = mass[2], self.aids.digits
-        lost = [weight * -(part + 1e-6).log().mean() for part, weight in parts.values()]
-        whole = torch.stack(lost).sum() / sum(weight for _, weight in parts.values())
-        return whole, {name: part.mean() for name, (part, _) in parts.items()}
+            told["mass_digits"] = mass[2].mean()
+            among = (each[-len(answer) :] * prefix).sum(1)
+            rivals = (prefix - golds[-len(answer) :]).sum(1) > 0
+            told["mass_rivals"] = ((mass[2] / among)[rivals]).sum() / rivals.sum().clamp_min(1)
+            apart = (_surprises(mass[2]) - _surprises(among))[rivals].sum() / rivals.sum().clamp_min(1)
+            lost.append(self.aids.digits * (_surprise(mass[2]) + apart))
+        return torch.stack(lost).sum() / (2 + (self.aids.digits if answer else 0)), told
 
     def _probes(
         self,
@@ -255,6 +262,14 @@ class Learner(nn.Module):
             found = probe(seen[layer][0][read.focus_end]).unflatten(-1, shape)
             loss = loss + F.cross_entropy(found.flatten(0, 1), path.flatten())
         return loss / (1 + len(self.aids.probes))
+
+
+def _surprises(mass: Tensor) -> Tensor:
+    return -(mass + 1e-6).log()
+
+
+def _surprise(mass: Tensor) -> Tensor:
+    return _surprises(mass).mean()
 
 
 def fresh(state: Queries) -> Queries:

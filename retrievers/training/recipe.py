@@ -80,14 +80,13 @@ class Stage:
     lr: Ramp
     documents: Ramp  # N
     queries: int  # at most
-    data: tuple[Mapping[str, Any], ...]  # sources with their options and ``weight``
+    data: tuple[Mapping[str, Any], ...]  # sources: options, ``weight``, and ``documents`` of a batch, at most
     jitter: float = 1.0  # N is drawn log-uniformly from N / jitter to N
     per_document: float = 1e9  # queries for each document, at most
     onpolicy: Ramp = field(default_factory=lambda: Ramp(0))
     attention: Ramp = field(default_factory=lambda: Ramp(0))
+    routing: Ramp = field(default_factory=lambda: Ramp(0))  # of the router's attention
     probes: Ramp = field(default_factory=lambda: Ramp(0))
-    own: Ramp = field(default_factory=lambda: Ramp(0))  # added to the scores of a query's own tokens
-    own_layers: int = 0  # in as many layers from the first
     alphabets: float = 0.0  # share of steps whose codes come from few digits a position
     sink: Ramp = field(default_factory=lambda: Ramp(0))  # strength of the gate
     gates: tuple[Mapping[str, float], ...] = ()  # ``{by: step, mass: at least}``
@@ -109,7 +108,8 @@ class Recipe:
     sink: float | None = None
     blind: int = 0  # first layers in which queries see no documents (not in the paper)
     supervision: Aids | None = None
-    routing_layer: int | None = None  # told to whoever loads the weights
+    routing_layer: int | None = None  # told to whoever loads the weights, as is the next
+    routing_b: int | None = None
     tau: float = 0.05  # temperature of the on-policy loss's teacher
     kl: float = 0.5  # weight of the dense method's teacher
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -222,9 +222,11 @@ def _check(recipe: Recipe) -> None:
         where = f"stages[{number}]"
         if stage.steps < 1:
             raise ValueError(f"{where}.steps must be 1 or more")
-        for name in ("attention", "probes"):
+        for name in ("attention", "probes", "routing"):
             if getattr(stage, name).ever() and recipe.supervision is None:
                 raise ValueError(f"{where}.{name} needs supervision: {{layer: ...}}")
+        if stage.routing.ever() and recipe.supervision and recipe.supervision.router is None:
+            raise ValueError(f"{where}.routing needs a router in supervision: {{layer: ..., router: ...}}")
         if stage.sink.ever() and recipe.sink is None:
             raise ValueError(f"{where}.sink needs the initial value sink: of the recipe")
         if min(height for _, height in stage.documents.points) / stage.jitter < 2 and recipe.ssmax is not None:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import resource
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from icr_bench.retrievers.lm.decode import Beam, Codes, search
 from icr_bench.retrievers.lm.engine import Config, Engine, check_layer
 from icr_bench.retrievers.lm.lora import add_lora, save_lora
 from icr_bench.retrievers.lm.prompt import DIGITS, Prompt, Tokenizer
+from icr_bench.retrievers.training.card import model_card
 from icr_bench.retrievers.training.dense import DenseLearner, sentence_transformer
 from icr_bench.retrievers.training.learner import Asked, Learner, Weights
 from icr_bench.retrievers.training.optim import Muon
@@ -106,7 +108,7 @@ class Trainer:
         self._sources: dict[str, Source] = {}
         for one in (one for stage in recipe.stages for one in stage.data):
             if _key(one) not in self._sources:
-                self._sources[_key(one)] = data.source({key: value for key, value in one.items() if key != "weight"})
+                self._sources[_key(one)] = data.source(_own(one))
         self.identity = hashlib.sha256(repr(recipe).encode()).hexdigest()[:16]
         out.mkdir(parents=True, exist_ok=True)
         if (out / CHECKPOINT).is_file():
@@ -182,11 +184,11 @@ class Trainer:
             index = (self.step * self.world + self.rank) * recipe.accumulate + part
             rng = random.Random(f"icr-bench step {recipe.seed} {index}")
             batch, codes = self.batch(stage, local, index, rng)
-            weights = Weights(stage.onpolicy.at(local), stage.attention.at(local), stage.probes.at(local))
-            bias = stage.own.at(local)
-            own = [bias] * stage.own_layers + [0.0] * (self.learner.backbone.depth - stage.own_layers)
+            weights = Weights(
+                *(getattr(stage, name).at(local) for name in ("onpolicy", "attention", "routing", "probes"))
+            )
             n_eff = math.exp(rng.uniform(math.log(SINK_N0), math.log(SINK_MOST)))
-            config = Config(own=own if bias else None, sink_n=n_eff, sink_strength=stage.sink.at(local))
+            config = Config(sink_n=n_eff, sink_strength=stage.sink.at(local))
             whole = part == recipe.accumulate - 1 or self.world == 1
             with nullcontext() if whole else module.no_sync():
                 loss, shown = module(batch, codes, weights, config, rng, recipe.recompute)
@@ -208,15 +210,17 @@ class Trainer:
 
     def batch(self, stage: Stage, local: int, index: int, rng: random.Random) -> tuple[Asked, list[int]]:
         """Queries, documents and codes of one batch."""
-        most = stage.documents.at(local)
+        chosen = rng.choices(stage.data, [one.get("weight", 1) for one in stage.data])[0]
+        most = min(stage.documents.at(local), chosen.get("documents", math.inf))
         count = max(round(most * stage.jitter ** -rng.random()), 2)
         queries = max(1, min(stage.queries, int(count * stage.per_document)))
-        chosen = rng.choices(stage.data, [one.get("weight", 1) for one in stage.data])[0]
         batch = self._sources[_key(chosen)].batch(index, queries, count)
         _check(batch)
         if self.recipe.codes == "position":
             return batch, list(range(len(batch.documents)))
-        return batch, some_codes(rng, len(batch.documents), few=rng.random() < stage.alphabets)
+        if rng.random() < stage.alphabets:
+            return batch, small_codes(rng, len(batch.documents))
+        return batch, some_codes(rng, len(batch.documents))
 
     @torch.no_grad()
     def held_out(self, queries: int = 64) -> float:
@@ -249,9 +253,13 @@ class Trainer:
                             f"and the recipe asks for {least} by then; start again with another seed"
                         )
 
-    def finish(self) -> Path:
-        """Write the model as any other loads: config.json, model.safetensors in bfloat16, its tokenizer, and what
-        `BlockSearch` reads beside them."""
+    def finish(self, name: str) -> Path:
+        """Write the model as any other loads: config.json, model.safetensors in bfloat16, its tokenizer, a card, and
+        what `BlockSearch` reads beside them.
+
+        Args:
+            name: of the recipe, for the card.
+        """
         folder, backbone, recipe = self.out / "model", self.learner.backbone, self.recipe
         folder.mkdir(exist_ok=True)
         if recipe.lora:
@@ -259,14 +267,17 @@ class Trainer:
             save_lora(folder, self._adapted(backbone), recipe.base or recipe.start, recipe.lora.rank, recipe.lora.alpha)
         else:
             self._save_model(folder)
+        log = [json.loads(line) for line in (self.out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+        trained = sum(p.numel() for p in self.learner.parameters() if p.requires_grad)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        (folder / "README.md").write_text(model_card(recipe, name, trained, log, peak), encoding="utf-8")
         if isinstance(self.learner, DenseLearner):
             sentence_transformer(folder, backbone.embed_tokens.embedding_dim, self.recipe.prompt.cap)
             return folder
         told: dict[str, Any] = {"prompt": asdict(self.recipe.prompt)}
-        if recipe.routing_layer is not None:
-            told["routing_layer"] = recipe.routing_layer
-        if recipe.blind:
-            told["blind"] = recipe.blind
+        for key in ("routing_layer", "routing_b", "blind"):
+            if (value := getattr(recipe, key)) is not None:
+                told[key] = value
         for name in ("ssmax", "sink"):
             scalars = getattr(self.learner, name)
             if scalars is not None:
@@ -348,8 +359,13 @@ class Trainer:
             log.write_text("".join(f"{line}\n" for line in kept))
 
 
+def _own(source: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a source's entry is its own: not how often it is drawn, nor how many documents of it a batch may hold."""
+    return {key: value for key, value in source.items() if key not in ("weight", "documents")}
+
+
 def _key(source: Mapping[str, Any]) -> str:
-    return json.dumps({key: value for key, value in source.items() if key != "weight"}, sort_keys=True)
+    return json.dumps(_own(source), sort_keys=True)
 
 
 def _check(batch: Asked) -> None:
@@ -368,16 +384,19 @@ def _hits(first: Sequence[int], batch: Asked) -> float:
     return right / len(batch.queries)
 
 
-def some_codes(rng: random.Random, count: int, few: bool = False, digits: int = DIGITS) -> list[int]:
-    """Distinct codes; with ``few`` of a small alphabet at each position, so that many documents share prefixes."""
-    if not few:
-        return rng.sample(range(10**digits), count)
+def some_codes(rng: random.Random, count: int, digits: int = DIGITS) -> list[int]:
+    """Distinct codes, uniformly."""
+    return rng.sample(range(10**digits), count)
+
+
+def small_codes(rng: random.Random, count: int, digits: int = DIGITS) -> list[int]:
+    """Distinct codes of a small alphabet at each position, so that many documents share prefixes."""
     sizes = [1] * digits
-    while math.prod(sizes) < 2 * count:
-        sizes[rng.randrange(digits)] += 1
-        sizes = [min(size, 10) for size in sizes]
-        if all(size == 10 for size in sizes):
-            return rng.sample(range(10**digits), count)
+    while math.prod(sizes) < 2 * count and min(sizes) < 10:
+        place = rng.randrange(digits)
+        sizes[place] = min(sizes[place] + 1, 10)
+    if math.prod(sizes) < 2 * count:
+        return some_codes(rng, count, digits)
     alphabets = [rng.sample(range(10), size) for size in sizes]
     codes: dict[int, None] = {}
     while len(codes) < count:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import hashlib
 import lzma
 from pathlib import Path
 
 import pytest
 
+from icr_bench.benchmarks import packages as module
 from icr_bench.benchmarks.base import DataError
 from icr_bench.benchmarks.packages import packages, read_packages, split_of
 from icr_bench.harness.cli import main
@@ -104,3 +106,18 @@ def test_damaged_archive_is_told(tmp_path: Path) -> None:
     file.write_bytes(lzma.compress(b"Package: x\n" * 1000)[:60])
     with pytest.raises(DataError, match="cannot be read"):
         packages(path=file)
+
+
+def test_the_file_of_apt_is_found_and_its_snapshot_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LISTS", tmp_path)
+    with pytest.raises(DataError, match=r"no Translation-en; on Debian, apt-get .* elsewhere give path="):
+        packages()
+    names = named("test", 3)
+    for prefix, count in (("m_debian_dists_x", 3), ("m_debian_dists_x-updates", 1)):
+        file = tmp_path / f"{prefix}_main_i18n_Translation-en"
+        file.write_text("".join(block(name, f"does {name}", f"{LONG} {name}") for name in names[:count]))
+    (tmp_path / "m_debian_dists_x_InRelease").write_text("Origin: Debian\nDate: Sat, 11 Jul 2026 09:00:00 UTC\n")
+    made = packages()
+    assert len(made.documents) == 3
+    digest = hashlib.sha256((tmp_path / "m_debian_dists_x_main_i18n_Translation-en").read_bytes()).hexdigest()
+    assert f"sha256 {digest}, archive of Sat, 11 Jul 2026 09:00:00 UTC" in made.source

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from icr_bench.harness.cli import main
 from icr_bench.harness.errors import UsageError
 from icr_bench.harness.plot import plot
 from icr_bench.harness.tables import Cell, Table
@@ -43,3 +45,17 @@ def test_without_matplotlib_the_pip_line_is_told(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("icr_bench.harness.plot.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"pip install 'icr-bench\[report\]'"):
         plot([table()], tmp_path / "curves.png")
+
+
+def test_losses_of_trainings_are_drawn_and_named(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib").rcParams["svg.fonttype"] = "none"
+    for name in ("base", "ssmax"):
+        (tmp_path / name).mkdir()
+        lines = [{"step": i, **{f"digit{d}": 3 / i for d in range(1, 5)}, "loss": 1} for i in range(1, 6)]
+        lines[-1]["held_out_hit@1"] = 0.5
+        (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["plot", str(tmp_path / "base"), str(tmp_path / "ssmax"), "-o", str(tmp_path / "losses.svg")]) == 0
+    text = (tmp_path / "losses.svg").read_text()
+    for part in ("base", "ssmax", "cross-entropy, digit 1", "hit@1 on held-out queries", "step"):
+        assert part in text
+    assert "InfoNCE" not in text

@@ -44,6 +44,7 @@ RECIPE: dict[str, Any] = {
             "queries": 4,
             "alphabets": 0.5,
             "attention": 0.5,
+            "routing": 0.5,
             "probes": 0.5,
             "data": [{"source": "biographies", "likes": [3, 6]}],
         },
@@ -218,7 +219,7 @@ def test_checkpoint_of_another_recipe_is_refused(
 
 
 def test_dense_training_makes_a_model_for_sentence_transformers(tmp_path: Path) -> None:
-    told = recipe(tmp_path, method="dense", supervision=None, stages=stage(attention=0, probes=0))
+    told = recipe(tmp_path, method="dense", supervision=None, stages=stage(attention=0, routing=0, probes=0))
     assert main(["train", told, "-o", str(tmp_path / "out")]) == 0
     from icr_bench.harness.sources import Data
     from icr_bench.harness.train import parse
@@ -291,7 +292,7 @@ def test_too_few_examples_are_told(tmp_path: Path, capsys: pytest.CaptureFixture
     rows = [{"query": f"q{i}", "positives": [f"text {i}"], "negatives": []} for i in range(4)]
     examples.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = [{"source": "examples", "path": str(examples)}]
-    told = recipe(tmp_path, stages=stage(data=data, attention=0, probes=0))
+    told = recipe(tmp_path, stages=stage(data=data, attention=0, routing=0, probes=0))
     assert main(["train", told, "-o", str(tmp_path / "out")]) == 2
     assert "4 examples are too few for" in capsys.readouterr().err
 

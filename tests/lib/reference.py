@@ -114,8 +114,6 @@ class Reference:
         if config.ssmax is not None and layer >= config.blind:
             counted = sees[:, self.starts] if config.n_is == "documents" else sees
             scores[:, :, corpus:] *= config.ssmax[layer] * counted.sum(1)[corpus:].float().log().unsqueeze(1)
-        if config.own is not None and layer >= config.blind:
-            scores[:, :, corpus:, corpus:] += config.own[layer]
         scores = scores.masked_fill(~sees, -torch.inf)
         shares = scores.softmax(-1)
         if config.sink is not None and layer >= config.blind:

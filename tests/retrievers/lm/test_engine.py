@@ -211,7 +211,6 @@ MODIFIED = {
     "blind": Config(blind=2),
     "blind, ssmax and sink": Config(blind=1, ssmax=SSMAX, sink=SINK),
     "blind, routing above": Config(blind=2, routing=Routing(1, 3)),
-    "bias of the own rows": Config(own=(2.0, -1.0, 0.5, 1.0)),
     "everything": Config(ssmax=SSMAX, n_is="tokens", sink=SINK, routing=Routing(1, 4)),
 }
 
