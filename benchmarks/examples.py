@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from icr_bench.benchmarks.base import DataError
 from icr_bench.benchmarks.limit import biography, people, words
@@ -30,7 +31,7 @@ class Batch:
     documents: list[str]
     golds: list[list[int]]  # per query the numbers of all documents that answer it, one or more
     focus: list[tuple[int, int]]  # per query, the characters that say what is asked for; (0, 0) where unknown
-    scores: np.ndarray | None = None  # (Q, N) of a teacher, NaN where it gave none; None without a teacher
+    scores: NDArray[np.floating] | None = None  # (Q, N) of a teacher, NaN where it gave none; None without a teacher
 
 
 class Biographies:

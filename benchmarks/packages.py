@@ -7,19 +7,19 @@ import gzip
 import hashlib
 import lzma
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from icr_bench.benchmarks.base import Benchmark, DataError, Judgment, Passage, Query
 
 Split = Literal["train", "development", "test"]
 
-SHARES = (("train", 90), ("development", 95), ("test", 100))
+SHARES: tuple[tuple[Split, int], ...] = (("train", 90), ("development", 95), ("test", 100))
 """Splits by the upper end of their share of names, in percent."""
 
-OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 LISTS = Path("/var/lib/apt/lists")
 
@@ -102,7 +102,7 @@ def read_packages(path: Path, split: Split) -> list[Package]:
 def split_of(name: str) -> Split:
     """The split of a package, by its name alone."""
     percent = int.from_bytes(hashlib.sha256(f"icr-bench package {name}".encode()).digest()[:8], "big") % 100
-    return next(split for split, end in SHARES if percent < end)  # type: ignore[return-value]
+    return next(split for split, end in SHARES if percent < end)
 
 
 def _folded(synopsis: str) -> str:

@@ -54,7 +54,7 @@ class Data:
     def source(self, told: Mapping[str, Any]) -> Source:
         options = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
         name = options.pop("source", "")
-        kinds = {
+        kinds: dict[str, Callable[..., Source]] = {
             "biographies": self._biographies,
             "benchmark": self._mined,
             "examples": self._given,
@@ -67,7 +67,7 @@ class Data:
         except TypeError as error:
             raise UsageError(f"source {name}: {error}") from None
         try:
-            made: Source = kinds[name](**options)
+            made = kinds[name](**options)
         except ValueError as error:
             raise UsageError(f"source {name}: {error}") from None
         return made

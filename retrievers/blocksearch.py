@@ -27,9 +27,6 @@ from icr_bench.retrievers.weights import CacheFolder, Model
 ROUTING_LAYER = (16, 28)
 """The paper's routing layer and its model's depth; other depths route at the same fraction."""
 
-BASE = Model("tiny-base")
-"""The model that ships with this package; its variants have rows below."""
-
 ROUTING_B = 256
 """Documents that routing keeps (section 5.1)."""
 
@@ -77,7 +74,7 @@ class BlockSearch(Retriever):
     def __init__(
         self,
         *,
-        model: Model = BASE,
+        model: Model,
         base: Model | None = None,
         codes: Literal["random", "position"] = "random",
         digits: int | None = None,
@@ -150,11 +147,12 @@ class BlockSearch(Retriever):
         if self._routing != "none":
             kept = self._routing_b or carried.get("routing_b", ROUTING_B)
             routing = Routing(middle, kept, self._routing, self._routing_reach)
-        self._scalars = {}
+        self._scalars: dict[str, tuple[float, ...]] = {}
         for name, wanted, start in (("ssmax", self._ssmax, SSMAX_START), ("sink", self._sink_gate, SINK_START)):
             if wanted:
                 self._scalars[name] = tuple(carried.get(name, [start] * depth))
-        config = Config(n_is=self._n_is, routing=routing, blind=carried.get("blind", 0), **self._scalars)
+        ssmax, sink = self._scalars.get("ssmax"), self._scalars.get("sink")
+        config = Config(ssmax, self._n_is, sink, routing=routing, blind=carried.get("blind", 0))
         self._engine = Engine(backbone, config, self._settings.offset)
         self._untrained = sorted(name for name in self._scalars if name not in carried)
         self._layer = middle if self._readout_layer is None else self._readout_layer
@@ -287,15 +285,9 @@ def _carried(path: Path) -> dict[str, Any]:
     return carried
 
 
-position = row(
-    BlockSearch, "BlockSearch with codes by position (ablation, section 3.3).", model="tiny-position", codes="position"
-)
-offpolicy = row(BlockSearch, "BlockSearch trained without the on-policy loss (section 3.3).", model="tiny-offpolicy")
-sink = row(
-    BlockSearch, "BlockSearch trained with an additive sink (section 5.1), off at evaluation.", model="tiny-sink"
-)
-ssmax = row(BlockSearch, "BlockSearch with SSMax (section 5.1).", model="tiny-ssmax", ssmax=True)
+position = row(BlockSearch, "BlockSearch with codes by position (ablation, section 3.3).", codes="position")
+offpolicy = row(BlockSearch, "BlockSearch trained without the on-policy loss (section 3.3).")
+sink = row(BlockSearch, "BlockSearch trained with an additive sink (section 5.1), off at evaluation.")
+ssmax = row(BlockSearch, "BlockSearch with SSMax (section 5.1).", ssmax=True)
 routing = row(BlockSearch, "BlockSearch with routing (section 5.1).", routing="last")
-ssmax_routing = row(
-    BlockSearch, "BlockSearch with SSMax and routing (section 5.2).", model="tiny-ssmax", ssmax=True, routing="last"
-)
+ssmax_routing = row(BlockSearch, "BlockSearch with SSMax and routing (section 5.2).", ssmax=True, routing="last")

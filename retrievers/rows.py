@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 from icr_bench.retrievers.base import Retriever
 
@@ -18,7 +18,7 @@ def row(kind: type[Retriever], what: str, **defaults: Any) -> Callable[..., Retr
         return kind(**(defaults | options))
 
     make.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    make.__annotations__ = kind.__init__.__annotations__
+    make.__annotations__ = get_type_hints(kind.__init__)
     arguments = (inspect.getdoc(kind) or "").partition("\n\n")[2]
     make.__doc__ = f"{what}\n\n{arguments}"
     return make

@@ -22,7 +22,7 @@ SHIPPED = Path(__file__).with_name("models")
 
 def shipped() -> list[str]:
     """Their names."""
-    return sorted(folder.name for folder in SHIPPED.iterdir() if (folder / "README.md").is_file())
+    return sorted(file.parent.name for file in SHIPPED.glob("*/README.md"))
 
 
 def locate(model: str) -> tuple[str, str | None]:

@@ -69,7 +69,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor) -> Part:
     the way back.
     """
     if torch.is_grad_enabled() and (q.requires_grad or keys.requires_grad):
-        traced: Part = Traced.apply(q, keys, values)
+        traced: Part = Traced.apply(q, keys, values)  # type: ignore[no-untyped-call]
         return traced
     if keys.device.type == "cpu":
         kernel = compiled(keys.shape[-1], keys.dtype)

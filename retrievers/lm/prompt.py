@@ -149,6 +149,11 @@ class Prompt:
         return rests[0]
 
     @property
+    def code_at(self) -> int:
+        """Place of the code's first digit in a document's block."""
+        return 1 + len(self._doc)
+
+    @property
     def text_tokens(self) -> int:
         """Tokens of a text that fit into a block."""
         return self.settings.cap - self.wrapper

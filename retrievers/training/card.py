@@ -62,10 +62,17 @@ def _departures(recipe: Recipe) -> list[str]:
     found = []
     if recipe.blind:
         found.append(f"`blind: {recipe.blind}`: in the first {recipe.blind} layers queries see no documents")
-    if recipe.supervision:
+    if aids := recipe.supervision:
         found.append(
-            f"`supervision`: attention at layer {recipe.supervision.layer} is told the golds, and probes are told "
-            "codes; `attention: 0` and `probes: 0` of a stage switch it off"
+            f"`supervision`: attention at layer {aids.layer} is told the golds"
+            + (f"; at layer {aids.own} an answer's tokens are told to look at what is asked for" if aids.own else "")
+            + (f"; at layer {aids.gather} a document's text is told to look at its code" if aids.gather else "")
+            + (
+                f"; linear probes before layers {', '.join(map(str, aids.probes))} are told codes"
+                if aids.probes
+                else ""
+            )
+            + "; `attention: 0` and `probes: 0` of a stage switch it off"
         )
     if any(stage.alphabets for stage in recipe.stages):
         found.append("`alphabets`: some steps draw codes from few digits a position")

@@ -6,11 +6,12 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from icr_bench.retrievers.lm.attend import ranges_index
@@ -23,11 +24,16 @@ from icr_bench.retrievers.lm.prompt import Block, Prompt
 class Asked(Protocol):
     """What a batch of training examples has (`icr_bench.benchmarks.examples.Batch`)."""
 
-    queries: list[str]
-    documents: list[str]
-    golds: list[list[int]]
-    focus: list[tuple[int, int]]
-    scores: np.ndarray | None
+    @property
+    def queries(self) -> list[str]: ...
+    @property
+    def documents(self) -> list[str]: ...
+    @property
+    def golds(self) -> list[list[int]]: ...
+    @property
+    def focus(self) -> list[tuple[int, int]]: ...
+    @property
+    def scores(self) -> NDArray[np.floating] | None: ...
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,6 @@ class Weights:
 
     onpolicy: float = 0.0
     attention: float = 0.0
-    routing: float = 0.0
     probes: float = 0.0
 
 
@@ -46,7 +51,8 @@ class Aids:
 
     layer: int  # whose attention is to find the gold documents
     probes: tuple[int, ...] = ()  # layers whose input at the query is to know the code
-    router: int | None = None  # a layer below, whose queries and keys are to find them too, before any digit
+    own: int | None = None  # layer in which the answer's tokens are to look at what their own query asks for
+    gather: int | None = None  # layer in which head h of a document's text is to look at digit h of its code
     digits: float = 1.0  # weight of attention from the path's digits, where 1 is that from a query's last token
 
 
@@ -72,7 +78,7 @@ class Learner(nn.Module):
     ) -> None:
         super().__init__()
         self.backbone, self.prompt, self.aids, self.tau, self.blind = backbone, prompt, aids, tau, blind
-        options = {"dtype": backbone.dtype, "device": backbone.device}
+        options: dict[str, Any] = {"dtype": backbone.dtype, "device": backbone.device}
         self.ssmax = None if ssmax is None else nn.Parameter(torch.full((backbone.depth,), ssmax, **options))
         self.sink = None if sink is None else nn.Parameter(torch.full((backbone.depth,), sink, **options))
         self.document_probe: nn.Linear | None = None
@@ -84,7 +90,7 @@ class Learner(nn.Module):
             for probe in (self.document_probe, *self.query_probes):
                 nn.init.zeros_(probe.weight)
                 nn.init.zeros_(probe.bias)
-        self.register_buffer("digit_ids", torch.tensor(prompt.tokenizer.digits), persistent=False)
+        self.digit_ids = torch.tensor(prompt.tokenizer.digits, device=backbone.device)
 
     def forward(
         self,
@@ -105,11 +111,11 @@ class Learner(nn.Module):
         blocks = [prompt.query(query) for query in batch.queries]
         digits = torch.tensor([[int(d) for d in f"{code:0{prompt.digits}d}"] for code in codes], device=device)
         told: dict[str, Tensor] = {}
-        aids = self.aids if weights.attention or weights.routing or weights.probes else None
+        aids = self.aids if weights.attention or weights.probes else None
         inner: dict[int, Tensor] = {}
 
         def keep(layer: int, hidden: Tensor) -> None:
-            if aids and layer == aids.layer:
+            if aids and layer in (aids.layer, aids.gather):
                 inner[layer] = hidden
 
         shard = prefill_traced(backbone, documents, keep, recompute=recompute)
@@ -120,7 +126,7 @@ class Learner(nn.Module):
         seen: dict[int, tuple[Tensor, Tensor]] = {}
 
         def observe(layer: int, hidden: Tensor, q: Tensor) -> None:
-            if aids and layer in (aids.layer, aids.router, *aids.probes):
+            if aids and layer in (aids.layer, aids.own, *aids.probes):
                 seen[layer] = hidden, q
 
         gold = torch.zeros(len(blocks), len(codes), dtype=backbone.dtype, device=device)
@@ -147,13 +153,17 @@ class Learner(nn.Module):
             loss = loss + weights.onpolicy * policy
         if aids:
             read = rows(blocks, batch, prompt)
-            attention, masses = self._attention(shard, aids.layer, seen, read, digits, path, gold)
+            attention, masses = self._attention(shard, seen[aids.layer][1], read, digits, path, gold)
             told |= {"attention": attention, **masses}
             loss = loss + weights.attention * attention
-            if aids.router is not None and weights.routing:
-                routing, masses = self._attention(shard, aids.router, seen, read, digits, path, gold)
-                told |= {"routing": routing} | {f"{name}_routing": mass for name, mass in masses.items()}
-                loss = loss + weights.routing * routing
+            if aids.own is not None:
+                looking = self._looking(seen[aids.own][1], state.keys[aids.own], read)
+                told["looking"] = looking
+                loss = loss + weights.attention * looking
+            if aids.gather is not None and weights.probes:
+                gathering = self._gathering(shard, inner[aids.gather], aids.gather)
+                told["gathering"] = gathering
+                loss = loss + weights.probes * gathering
             probes = self._probes(shard, inner[aids.layer], seen, read, digits, path)
             told["probes"] = probes
             loss = loss + weights.probes * probes
@@ -198,23 +208,16 @@ class Learner(nn.Module):
         return ((scores - scores.amax(1, keepdim=True)) / self.tau).exp()
 
     def _attention(
-        self,
-        shard: Shard,
-        layer: int,
-        seen: dict[int, tuple[Tensor, Tensor]],
-        read: Rows,
-        digits: Tensor,
-        path: Tensor,
-        gold: Tensor,
+        self, shard: Shard, q: Tensor, read: Rows, digits: Tensor, path: Tensor, gold: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """How little attention at one layer falls on the golds, of that on the text of all documents: from the tokens
         of each query's focus, from its last one, and from the digits of the path. Also the shares that the golds get.
         """
         assert self.aids
+        layer = self.aids.layer
         text, owner = texts(shard)
         keys = shard.layers[layer][0][:, text]  # (K, T, D)
-        answer = read.digits if layer == self.aids.layer else []  # routing happens before the first digit
-        q = seen[layer][1][[*read.focus, *read.last, *answer]]  # (R, H, D)
+        q = q[[*read.focus, *read.last, *read.digits]]  # (R, H, D)
         scale = keys.shape[-1] ** -0.5
         if self.ssmax is not None and layer >= self.blind:
             scale = scale * self.ssmax[layer] * math.log(gold.shape[1])
@@ -228,19 +231,55 @@ class Learner(nn.Module):
         for place in range(path.shape[1] - 1):
             same = same * (digits[:, place] == path[:, place : place + 1])
             begun.append(same)
-        prefix = torch.stack(begun, 1).flatten(0, 1)[: len(answer)]  # (rows of digits, N)
-        golds = torch.cat([gold[read.asking], gold, gold.repeat_interleave(len(begun), 0)[: len(answer)] * prefix])
-        mass = (each * golds).sum(1).split([len(read.focus), len(read.last), len(answer)])
-        told = {"mass_focus": mass[0].mean(), "mass": mass[1].mean()}
-        lost = [_surprise(mass[0]), _surprise(mass[1])]
-        if answer:
-            told["mass_digits"] = mass[2].mean()
-            among = (each[-len(answer) :] * prefix).sum(1)
-            rivals = (prefix - golds[-len(answer) :]).sum(1) > 0
-            told["mass_rivals"] = ((mass[2] / among)[rivals]).sum() / rivals.sum().clamp_min(1)
-            apart = (_surprises(mass[2]) - _surprises(among))[rivals].sum() / rivals.sum().clamp_min(1)
-            lost.append(self.aids.digits * (_surprise(mass[2]) + apart))
-        return torch.stack(lost).sum() / (2 + (self.aids.digits if answer else 0)), told
+        prefix = torch.stack(begun, 1).flatten(0, 1)  # (rows of digits, N)
+        golds = torch.cat([gold[read.asking], gold, gold.repeat_interleave(len(begun), 0) * prefix])
+        focus, last, answer = (each * golds).sum(1).split([len(read.focus), len(read.last), len(prefix)])
+        among = (each[-len(prefix) :] * prefix).sum(1)
+        rivals = prefix.sum(1) > golds[-len(prefix) :].sum(1)
+        count = rivals.sum().clamp_min(1)
+        told = {"mass_focus": focus.mean(), "mass": last.mean(), "mass_digits": answer.mean()}
+        told["mass_rivals"] = (answer / among)[rivals].sum() / count
+        apart = (_surprise(answer) - _surprise(among))[rivals].sum() / count
+        answers = self.aids.digits * (_surprise(answer).mean() + apart)
+        return (_surprise(focus).mean() + _surprise(last).mean() + answers) / (2 + self.aids.digits), told
+
+    def _looking(self, q: Tensor, keys: Tensor, read: Rows) -> Tensor:
+        """How little the tokens before each digit look at their own query's focus, of what they see of their query.
+
+        Args:
+            q: (R, H, D) of all rows; ``keys`` are (Q, K, W, D).
+        """
+        places = torch.arange(keys.shape[2], device=keys.device)
+        chosen = [(query, row, place) for query, row, place in read.answers if read.spans[query] is not None]
+        if not chosen:
+            return q.new_zeros(())
+        queries, rows_, ends = (torch.tensor(list(column), device=q.device) for column in zip(*chosen, strict=True))
+        begin, after = (torch.tensor([(span or (0, 0))[i] for span in read.spans], device=q.device) for i in (0, 1))
+        grouped = q[rows_].unflatten(1, (keys.shape[1], -1))  # (R, K, G, D)
+        scores = (grouped @ keys[queries].transpose(-1, -2)) * keys.shape[-1] ** -0.5  # (R, K, G, W)
+        later = places > ends.unsqueeze(1)
+        shares = scores.masked_fill(later[:, None, None], -torch.inf).softmax(-1).mean((1, 2))  # (R, W)
+        inside = (places >= begin[queries, None]) & (places < after[queries, None])
+        return _surprise((shares * inside).sum(1)).mean()
+
+    def _gathering(self, shard: Shard, inner: Tensor, number: int) -> Tensor:
+        """How little each head of the documents' text tokens looks at its digit of the code, head h at digit h."""
+        backbone, prompt = self.backbone, self.prompt
+        lengths = shard.ends - shard.starts
+        places = torch.arange(int(lengths.max()), device=inner.device)
+        real = places < lengths.unsqueeze(1)  # (n, L)
+        padded = inner.new_zeros(*real.shape, inner.shape[1])
+        padded[real] = inner
+        q, k, _ = backbone.stack()[number].project(padded, *backbone.rotation(places))
+        k = k.repeat_interleave(backbone.heads // backbone.kv_heads, 2)
+        scores = torch.einsum("nlhd,nmhd->nhlm", q, k) * k.shape[-1] ** -0.5
+        scores = scores.masked_fill(places > places.unsqueeze(1), -torch.inf)
+        heads = torch.arange(backbone.heads, device=inner.device)
+        of_code = scores.softmax(-1)[:, heads, :, prompt.code_at + heads % prompt.digits]  # (H, n, L)
+        text = (places >= (shard.text_starts - shard.starts).unsqueeze(1)) & (
+            places < (shard.text_ends - shard.starts).unsqueeze(1)
+        )
+        return _surprise(of_code[:, text]).mean()
 
     def _probes(
         self,
@@ -264,12 +303,8 @@ class Learner(nn.Module):
         return loss / (1 + len(self.aids.probes))
 
 
-def _surprises(mass: Tensor) -> Tensor:
-    return -(mass + 1e-6).log()
-
-
 def _surprise(mass: Tensor) -> Tensor:
-    return _surprises(mass).mean()
+    return -(mass + 1e-6).log()
 
 
 def fresh(state: Queries) -> Queries:
@@ -311,19 +346,23 @@ class Rows:
     focus: list[int]  # of all tokens of each focus, or of the last token where a query has none
     asking: list[int]  # whose query each of these is
     focus_end: list[int]  # of the last one of each
+    answers: list[tuple[int, int, int]]  # query, row, and place in the query, of each token before a digit
+    spans: list[tuple[int, int] | None]  # of each query, the places in it of its focus
 
 
 def rows(blocks: Sequence[Block], batch: Asked, prompt: Prompt) -> Rows:
     """Where the tokens of queries are, of blocks without their answers."""
-    last, digits, focus, asking, ends, at = list[int](), list[int](), list[int](), list[int](), list[int](), 0
+    read, at = Rows([], [], [], [], [], [], []), 0
     encodings = prompt.tokenizer.encode_batch(batch.queries)
     for query, (block, encoding, (start, end)) in enumerate(zip(blocks, encodings, batch.focus, strict=True)):
         after = at + len(block)
-        last.append(after - 1)
-        digits += range(after, after + prompt.digits - 1)
-        inside = [place for place, (a, b) in enumerate(encoding.offsets) if a < end and b > start]
-        focus += [at + block.text + place for place in inside] or last[-1:]
-        asking += [query] * (len(inside) or 1)
-        ends.append(focus[-1])
+        read.last.append(after - 1)
+        read.digits.extend(range(after, after + prompt.digits - 1))
+        inside = [block.text + i for i, (a, b) in enumerate(encoding.offsets) if a < end and b > start]
+        read.focus.extend([at + place for place in inside] or read.last[-1:])
+        read.asking.extend([query] * (len(inside) or 1))
+        read.focus_end.append(read.focus[-1])
+        read.answers.extend((query, after - 1 + i, len(block) - 1 + i) for i in range(prompt.digits))
+        read.spans.append((inside[0], inside[-1] + 1) if inside else None)
         at = after + prompt.digits - 1
-    return Rows(last, digits, focus, asking, ends)
+    return read

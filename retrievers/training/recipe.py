@@ -85,7 +85,6 @@ class Stage:
     per_document: float = 1e9  # queries for each document, at most
     onpolicy: Ramp = field(default_factory=lambda: Ramp(0))
     attention: Ramp = field(default_factory=lambda: Ramp(0))
-    routing: Ramp = field(default_factory=lambda: Ramp(0))  # of the router's attention
     probes: Ramp = field(default_factory=lambda: Ramp(0))
     alphabets: float = 0.0  # share of steps whose codes come from few digits a position
     sink: Ramp = field(default_factory=lambda: Ramp(0))  # strength of the gate
@@ -222,11 +221,9 @@ def _check(recipe: Recipe) -> None:
         where = f"stages[{number}]"
         if stage.steps < 1:
             raise ValueError(f"{where}.steps must be 1 or more")
-        for name in ("attention", "probes", "routing"):
+        for name in ("attention", "probes"):
             if getattr(stage, name).ever() and recipe.supervision is None:
                 raise ValueError(f"{where}.{name} needs supervision: {{layer: ...}}")
-        if stage.routing.ever() and recipe.supervision and recipe.supervision.router is None:
-            raise ValueError(f"{where}.routing needs a router in supervision: {{layer: ..., router: ...}}")
         if stage.sink.ever() and recipe.sink is None:
             raise ValueError(f"{where}.sink needs the initial value sink: of the recipe")
         if min(height for _, height in stage.documents.points) / stage.jitter < 2 and recipe.ssmax is not None:

@@ -95,11 +95,18 @@ class Trainer:
             self.learner = DenseLearner(backbone, prompt, recipe.kl)
         else:
             if aids := recipe.supervision:
-                for layer in (aids.layer, *aids.probes, *(() if aids.router is None else (aids.router,))):
+                named = aids.layer, *aids.probes, aids.own, aids.gather
+                for layer in (layer for layer in named if layer is not None):
                     check_layer("supervision: layer", layer, backbone.depth)
-            options = {"ssmax": recipe.ssmax, "sink": recipe.sink, "aids": recipe.supervision, "tau": recipe.tau}
-            options["blind"] = recipe.blind
-            self.learner = Learner(backbone, prompt, **options)
+            self.learner = Learner(
+                backbone,
+                prompt,
+                ssmax=recipe.ssmax,
+                sink=recipe.sink,
+                aids=recipe.supervision,
+                tau=recipe.tau,
+                blind=recipe.blind,
+            )
             self._carry(self.started)
         self.step = 0
         self.spent = 0.0  # seconds in earlier parts of this training
@@ -184,9 +191,7 @@ class Trainer:
             index = (self.step * self.world + self.rank) * recipe.accumulate + part
             rng = random.Random(f"icr-bench step {recipe.seed} {index}")
             batch, codes = self.batch(stage, local, index, rng)
-            weights = Weights(
-                *(getattr(stage, name).at(local) for name in ("onpolicy", "attention", "routing", "probes"))
-            )
+            weights = Weights(*(getattr(stage, name).at(local) for name in ("onpolicy", "attention", "probes")))
             n_eff = math.exp(rng.uniform(math.log(SINK_N0), math.log(SINK_MOST)))
             config = Config(sink_n=n_eff, sink_strength=stage.sink.at(local))
             whole = part == recipe.accumulate - 1 or self.world == 1
@@ -314,12 +319,13 @@ class Trainer:
         """Write the checkpoint beside the old one and put it in its place: whole, or not at all."""
         if self.rank:
             return
-        names = {parameter: name for name, parameter in self.learner.named_parameters() if parameter.requires_grad}
-        tensors = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
+        learned = {name: p for name, p in self.learner.named_parameters() if p.requires_grad}
+        names = {id(parameter): name for name, parameter in learned.items()}
+        tensors = {f"model.{name}": parameter.detach() for name, parameter in learned.items()}
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
                 for key, value in state.items():
-                    tensors[f"optimizer.{key}.{names[parameter]}"] = torch.as_tensor(value)
+                    tensors[f"optimizer.{key}.{names[id(parameter)]}"] = torch.as_tensor(value)
         told = {"step": self.step, "seconds": seconds, "identity": self.identity, "means": self.means}
         if wrong := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
             raise Stopped(f"{wrong[0]} is not finite at step {self.step}; the last checkpoint is whole; lower lr")
@@ -341,7 +347,7 @@ class Trainer:
             if told["identity"] != self.identity:
                 raise Stopped(f"{path} is of another recipe; give another folder, or remove it to begin again")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        names = {parameter: name for name, parameter in self.learner.named_parameters()}
+        names = {id(parameter): name for name, parameter in self.learner.named_parameters()}
         states: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             if key.startswith("optimizer."):
@@ -349,9 +355,10 @@ class Trainer:
                 states.setdefault(name, {})[kind] = tensor
         for optimizer in self.optimizers:
             for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-                parameter.data.copy_(tensors[f"model.{names[parameter]}"])
-                if names[parameter] in states:
-                    optimizer.state[parameter] = states[names[parameter]]
+                name = names[id(parameter)]
+                parameter.data.copy_(tensors[f"model.{name}"])
+                if name in states:
+                    optimizer.state[parameter] = states[name]
         self.step, self.spent, self.means = told["step"], told["seconds"], told["means"]
         log = self.out / "log.jsonl"
         if log.is_file():  # what came after the checkpoint comes again

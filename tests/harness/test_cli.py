@@ -16,7 +16,7 @@ import pytest
 
 from icr_bench.harness.cli import main, parser
 
-COMMANDS = {"run", "plan", "table", "plot", "export", "list", "describe", "validate", "lint"}
+COMMANDS = {"run", "plan", "train", "table", "plot", "export", "list", "describe", "validate", "lint"}
 
 RUN_FLAGS = (
     "-b --benchmark -r --retriever -n -k --seed --queries --latency-queries --device --dtype --timeout "
@@ -142,7 +142,7 @@ def test_a_gpu_that_is_not_there(cli: Cli, data: Path, tmp_path: Path, monkeypat
         (("run", "-b", "limit:lykes=20"), ("'lykes'", "did you mean likes?")),
         (("run", "-r", "blocksearch-smax"), ("retriever 'blocksearch-smax'", "did you mean blocksearch-ssmax ")),
         (("plan", "-r", "blocksearch-sinks"), ("retriever 'blocksearch-sinks'", "did you mean blocksearch-sink ")),
-        (("describe", "densse"), ("name 'densse'", "did you mean dense?")),
+        (("describe", "densse"), ("name 'densse'", "did you mean dense or ")),
         (("validate", "bm52"), ("retriever 'bm52'", "did you mean bm25?")),
         (("lint", "limti"), ("benchmark 'limti'", "did you mean limit?")),
     ],

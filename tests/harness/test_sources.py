@@ -83,7 +83,7 @@ def test_excluded_texts_are_left_out_and_told(beir: Path, tmp_path: Path) -> Non
     made, said = data(tmp_path, [f"beir:path={other}"])
     source = made.source({"source": "benchmark", "spec": f"beir:path={beir},split=train"})
     assert said[0].startswith("excluded: 2 texts of")
-    assert "8 examples, 2 left out" in said[1]
+    assert "8 examples, 2 left out" in said[2]
     queries = {query for step in range(8) for query in source.batch(step, 2, 2).queries}
     assert queries == {f"what is {word}" for word in WORDS} - {"what is apple", "what is fig"}
 

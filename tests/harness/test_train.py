@@ -19,6 +19,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from icr_bench.harness import train as recipes
 from icr_bench.harness.cli import main
 from icr_bench.retrievers.base import Document
 from icr_bench.retrievers.blocksearch import BlockSearch
@@ -29,7 +30,7 @@ RECIPE: dict[str, Any] = {
     "shape": {"layers": 3, "width": 32, "heads": 2, "mlp": 48, "vocabulary": 400},
     "prompt": {"cap": 200, "offset": 200, "before": "", "after": " "},
     "optimizer": "muon",
-    "supervision": {"layer": 1, "probes": [2], "router": 0},
+    "supervision": {"layer": 1, "own": 0, "gather": 0, "probes": [2]},
     "sink": 3.0,
     "log_every": 1,
     "save_every": 2,
@@ -44,7 +45,6 @@ RECIPE: dict[str, Any] = {
             "queries": 4,
             "alphabets": 0.5,
             "attention": 0.5,
-            "routing": 0.5,
             "probes": 0.5,
             "data": [{"source": "biographies", "likes": [3, 6]}],
         },
@@ -219,7 +219,7 @@ def test_checkpoint_of_another_recipe_is_refused(
 
 
 def test_dense_training_makes_a_model_for_sentence_transformers(tmp_path: Path) -> None:
-    told = recipe(tmp_path, method="dense", supervision=None, stages=stage(attention=0, routing=0, probes=0))
+    told = recipe(tmp_path, method="dense", supervision=None, stages=stage(attention=0, probes=0))
     assert main(["train", told, "-o", str(tmp_path / "out")]) == 0
     from icr_bench.harness.sources import Data
     from icr_bench.harness.train import parse
@@ -287,12 +287,46 @@ def test_recipes_that_make_no_sense_are_refused(name: str, tmp_path: Path, capsy
     assert not (tmp_path / "out" / CHECKPOINT).exists()
 
 
+def test_recipes_that_come_along_can_be_read_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "recipes"]) == 0
+    names = capsys.readouterr().out.split()
+    assert {"tiny-warm", "tiny-base", "tiny-ssmax", "dense-tiny", "qwen3-base"} <= set(names)
+    for name in names:
+        assert recipes.parse(name).steps > 0
+        assert main(["describe", name]) == 0
+        assert f"recipe {name}\n" in capsys.readouterr().out
+
+
+def test_recipe_that_starts_from_another_has_it_trained_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "recipes"
+    recipe(folder, stages=stage(steps=2))
+    (folder / "recipe.yaml").rename(folder / "first.yaml")
+    recipe(folder, shape=None, start="first", stages=stage(steps=2))
+    (folder / "recipe.yaml").rename(folder / "second.yaml")
+    monkeypatch.setattr(recipes, "RECIPES", folder)
+    assert main(["train", "second", "-o", str(tmp_path / "out"), "--seed", "3"]) == 0
+    first = tmp_path / "first-seed3"
+    assert (first / "model" / "model.safetensors").is_file()
+    assert "first --seed 3" in (first / "model" / "README.md").read_text()
+    before = (first / CHECKPOINT).stat().st_mtime_ns
+    assert main(["train", "second", "-o", str(tmp_path / "again"), "--seed", "3"]) == 0
+    assert (first / CHECKPOINT).stat().st_mtime_ns == before  # taken as it is
+
+
+def test_card_tells_what_made_the_model_and_how_it_departs(trained: tuple[str, Path]) -> None:
+    card = (trained[1] / "model" / "README.md").read_text()
+    for part in ("seed 0", "the on-policy loss, SSMax, the additive sink", "steps: 6 in 2 stages", '"biographies"'):
+        assert part in card
+    for key in ("`blind: 1`", "`supervision`", "`alphabets`", "`optimizer: muon`", "`prompt`"):
+        assert key in card
+
+
 def test_too_few_examples_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     examples = tmp_path / "examples.jsonl"
     rows = [{"query": f"q{i}", "positives": [f"text {i}"], "negatives": []} for i in range(4)]
     examples.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = [{"source": "examples", "path": str(examples)}]
-    told = recipe(tmp_path, stages=stage(data=data, attention=0, routing=0, probes=0))
+    told = recipe(tmp_path, stages=stage(data=data, attention=0, probes=0))
     assert main(["train", told, "-o", str(tmp_path / "out")]) == 2
     assert "4 examples are too few for" in capsys.readouterr().err
 

@@ -138,6 +138,7 @@ def test_describe_tells_every_option_with_the_rows_own_default(name: str, capsys
     assert main(["describe", name]) == 0
     told = capsys.readouterr().out
     defaults = {
+        "base": None,
         "codes": "random",
         "digits": None,
         "cap": None,
@@ -147,7 +148,7 @@ def test_describe_tells_every_option_with_the_rows_own_default(name: str, capsys
         "sink_gate": False,
         "routing": "none",
         "routing_layer": None,
-        "routing_b": 256,
+        "routing_b": None,
         "routing_reach": "every",
         "readout": "decode",
         "readout_layer": None,
@@ -658,6 +659,8 @@ def test_what_weights_carry_is_used(tiny_model: TinyModel, with_extras: Callable
         ({"prompt": {"offset": 7}}, {}),
         ({"prompt": {"cap": 30}}, {}),
         ({"routing_layer": 0}, {"routing": "last", "routing_b": 2}),
+        ({"routing_b": 2}, {"routing": "last"}),
+        ({"blind": 2}, {}),
         ({"ssmax": [0.1, 0.2, 0.3, 0.4]}, {"ssmax": True}),
         ({"sink": [1, 2, 3, 4]}, {"sink_gate": True}),
     ],
@@ -692,7 +695,10 @@ def test_what_weights_carry_identifies_them(with_extras: Callable[[object], Path
 @pytest.mark.parametrize(
     ("extras", "message"),
     [
-        ({"ssmx": [1]}, r"blocksearch\.json: 'ssmx' is not known; expected prompt, routing_layer, ssmax or sink"),
+        (
+            {"ssmx": [1]},
+            r"blocksearch\.json: 'ssmx' is not known; expected prompt, routing_layer, routing_b, blind, ssmax or sink",
+        ),
         ({"prompt": {"capp": 3}}, r"blocksearch\.json: .*'capp'"),
         ({"prompt": {"cap": 0}}, "cap must be 1 or more"),
     ],

@@ -477,3 +477,18 @@ def test_two_processes_may_compile_at_once(fresh: Path, compiler: Callable[[str]
     assert len(list(here.iterdir())) == 2, "they did not compile at the same time"
     assert len(libraries(fresh)) == 1
     assert [file for file in fresh.rglob("*") if file.is_file()] == libraries(fresh)
+
+
+@pytest.mark.parametrize("scores", [1, 40, 1 << 17])
+def test_gradients_of_attention_equal_finite_differences(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through what rows read and through its log-sum-exp, in chunks of several sizes."""
+    monkeypatch.setattr(module, "TRACED_SCORES", scores)
+    torch.manual_seed(0)
+    q, keys, values = (torch.randn(2, n, 4, dtype=torch.float64, requires_grad=True) for n in (3, 130, 130))
+    assert torch.autograd.gradcheck(attend, (q, keys, values))
+    merged = merge([attend(q, keys[:, :50], values[:, :50]), attend(q, keys[:, 50:], values[:, 50:])])
+    whole = attend_plain(q, keys, values)
+    for one, other in zip(merged, whole, strict=True):
+        inputs = (q, keys, values)[: 3 if one.dim() == 3 else 2]  # the log-sum-exp does not depend on values
+        grads = [torch.autograd.grad(x.square().sum(), inputs, retain_graph=True) for x in (one, other)]
+        assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(*grads, strict=True))

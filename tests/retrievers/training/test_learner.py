@@ -99,7 +99,7 @@ class Slow:
                 scalars[name] = tuple(own.tolist())
         self.learner, self.prompt = learner, prompt
         self.blocks = list(prompt.documents(DOCUMENTS, CODES))
-        self.reference = Reference(hugging_face(model), self.blocks, replace(config, **scalars))
+        self.reference = Reference(hugging_face(model), self.blocks, replace(config, **scalars, blind=learner.blind))
 
     def logs(self, query: str, path: list[int]) -> Tensor:
         """(4, 10) log-probabilities of the digits before each of a path."""
@@ -133,9 +133,9 @@ class Slow:
         return total
 
     def aids(self, batch: Batch, chosen: list[int], aids: Aids) -> tuple[float, float]:
-        """Attention's loss and that of the probes."""
+        """What attention and what codes cost."""
         reference, prompt = self.reference, self.prompt
-        parts: dict[tuple[int, str], list[float]] = {}
+        parts: dict[str, list[float]] = {}
         probed: list[list[float]] = [[], *([] for _ in aids.probes)]
         text = [
             (start + place, number)
@@ -151,42 +151,52 @@ class Slow:
             for place in range(3):
                 begun = [d for d in range(5) if digits_of(CODES[d])[: place + 1] == path[: place + 1]]
                 rows.append(("digits", len(block) + place, [d for d in begun if d in golds], begun))
-            for layer in (aids.layer, aids.router):
-                q, k = (x[0] for x in reference.seen[layer or 0])
-                k = k.repeat_interleave(len(q) // len(k), 0)
-                scale = q.shape[-1] ** -0.5
-                if reference.config.ssmax is not None:
-                    scale *= float(reference.config.ssmax[layer or 0]) * math.log(5)
-                for name, row, right, begun in rows:
-                    products = torch.stack([q[h, len(reference.owner) + row] @ k[h].T for h in range(len(q))]) * scale
-                    soft = products[:, [t for t, _ in text]].softmax(-1).mean(0)
-                    of = [
-                        sum(float(s) for s, (_, d) in zip(soft, text, strict=True) if d == number)
-                        for number in range(5)
-                    ]
-                    mass, among = sum(of[d] for d in right), sum(of[d] for d in begun)
-                    parts.setdefault((layer or 0, name), []).append(-math.log(mass + 1e-6))
-                    if len(begun) > len(right):  # others begin so too
-                        told = -math.log(mass + 1e-6) + math.log(among + 1e-6)
-                        parts.setdefault((layer or 0, "rivals"), []).append(told)
+            q, k = (x[0] for x in reference.seen[aids.layer])
+            k = k.repeat_interleave(len(q) // len(k), 0)
+            scale = q.shape[-1] ** -0.5
+            if reference.config.ssmax is not None:
+                scale *= float(reference.config.ssmax[aids.layer]) * math.log(5)
+            for name, row, right, begun in rows:
+                products = torch.stack([q[h, len(reference.owner) + row] @ k[h].T for h in range(len(q))]) * scale
+                soft = products[:, [t for t, _ in text]].softmax(-1).mean(0)
+                of = [sum(float(s) for s, (_, d) in zip(soft, text, strict=True) if d == number) for number in range(5)]
+                mass, among = sum(of[d] for d in right), sum(of[d] for d in begun)
+                parts.setdefault(name, []).append(-math.log(mass + 1e-6))
+                if len(begun) > len(right):  # others begin so too
+                    told = -math.log(mass + 1e-6) + math.log(among + 1e-6)
+                    parts.setdefault("rivals", []).append(told)
+            q, k = (x[0, :, len(reference.owner) :] for x in reference.seen[aids.own or 0])  # of the query alone
+            k = k.repeat_interleave(len(q) // len(k), 0)
+            for place in range(len(block) - 1, len(block) + 3):
+                soft = (q[:, place : place + 1] @ k[:, : place + 1].mT * q.shape[-1] ** -0.5).softmax(-1).mean(0)[0]
+                parts.setdefault("looking", []).append(-math.log(float(soft[focus].sum()) + 1e-6))
             hidden = [state[0] for state in reference.hidden]
             for at, layer in enumerate(aids.probes):
                 logs = self.learner.query_probes[at](hidden[layer][len(reference.owner) + focus[-1]])
                 logs = logs.unflatten(0, (4, 10)).log_softmax(-1)
                 probed[at + 1] += [-float(logs[place, digit]) for place, digit in enumerate(path)]
         assert self.learner.document_probe
+        q, k = (x[0] for x in reference.seen[aids.gather or 0])
+        k = k.repeat_interleave(len(q) // len(k), 0)
+        for token, number in text:
+            start = int(reference.starts[number])
+            soft = (q[:, token : token + 1] @ k[:, start : token + 1].mT * q.shape[-1] ** -0.5).softmax(-1)[:, 0]
+            code = [int(token_) for token_ in prompt.code(CODES[number])]
+            at = self.blocks[number].ids.index(code[0])
+            assert self.blocks[number].ids[at : at + 4] == code
+            looked = [-math.log(float(soft[head, at + head % 4]) + 1e-6) for head in range(len(q))]
+            parts.setdefault("gathering", []).append(sum(looked) / len(looked))
         for token, number in text:  # the documents' states are the same under every query
             logs = self.learner.document_probe(hidden[aids.layer][token]).unflatten(0, (4, 10)).log_softmax(-1)
             probed[0] += [-float(logs[place, digit]) for place, digit in enumerate(digits_of(CODES[number]))]
         means = {key: sum(values) / len(values) for key, values in parts.items()}
-        at, below = aids.layer, aids.router or 0
-        digits = aids.digits * (means[at, "digits"] + means[at, "rivals"])
-        attention = (means[at, "focus"] + means[at, "last"] + digits) / (2 + aids.digits)
-        attention += (means[below, "focus"] + means[below, "last"]) / 2
-        return attention, sum(sum(values) / len(values) for values in probed) / len(probed)
+        digits = aids.digits * (means["digits"] + means["rivals"])
+        attention = (means["focus"] + means["last"] + digits) / (2 + aids.digits)
+        codes = sum(sum(values) / len(values) for values in probed) / len(probed)
+        return attention + means["looking"], codes + means["gathering"]
 
 
-AIDS = Aids(2, (3,), router=1, digits=0.7)
+AIDS = Aids(2, (3,), own=1, gather=1, digits=0.7)
 
 VARIANTS: dict[str, tuple[dict[str, Any], Weights, Config, Batch]] = {
     "offpolicy": ({}, Weights(), Config(), BATCH),
@@ -194,8 +204,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], Weights, Config, Batch]] = {
     "base, teacher scores": ({}, Weights(onpolicy=0.5), Config(), SCORED),
     "sink": ({"sink": 3.0}, Weights(onpolicy=0.5), Config(sink_n=700.0, sink_strength=0.6), BATCH),
     "ssmax": ({"ssmax": 0.43}, Weights(onpolicy=0.5), Config(), BATCH),
-    "aids": ({"aids": AIDS}, Weights(attention=0.7, routing=0.7, probes=0.3), Config(), BATCH),
-    "aids, ssmax": ({"aids": AIDS, "ssmax": 0.3}, Weights(0.5, 0.7, 0.7, 0.3), Config(), SCORED),
+    "aids": ({"aids": AIDS, "blind": 2}, Weights(attention=0.7, probes=0.3), Config(), BATCH),
+    "aids, ssmax": ({"aids": AIDS, "ssmax": 0.3}, Weights(0.5, 0.7, 0.3), Config(), SCORED),
 }
 
 
@@ -213,8 +223,8 @@ def test_loss_equals_a_slow_computation(model: Path, name: str) -> None:
             expected += weights.onpolicy * policy
         if learner.aids:
             attention, probes = slow.aids(batch, chosen, learner.aids)
-            assert float(told["attention"] + told["routing"]) == pytest.approx(attention, abs=1e-4)
-            assert float(told["probes"]) == pytest.approx(probes, abs=1e-4)
+            assert float(told["attention"] + told["looking"]) == pytest.approx(attention, abs=1e-4)
+            assert float(told["probes"] + told["gathering"]) == pytest.approx(probes, abs=1e-4)
             expected += weights.attention * attention + weights.probes * probes
     assert float(loss) == pytest.approx(expected, abs=2e-4)
 
