@@ -104,7 +104,7 @@ class Learner(nn.Module):
         """The loss, and what a log shows of it.
 
         Args:
-            config: what is not learned of the modifications: N_eff and strength of the sink, the own rows' bias.
+            config: what is not learned of the modifications: N_eff and strength of the sink.
         """
         backbone, prompt, device = self.backbone, self.prompt, self.backbone.device
         documents = list(prompt.documents(batch.documents, codes))
