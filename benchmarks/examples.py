@@ -75,7 +75,10 @@ class Biographies:
         while len(asked) < queries:
             asked[self._attribute(rng)] = None
         others: dict[str, None] = {}
-        while len(others) < max(2 * high, int(0.4 * sum(counts))):
+        wanted = max(2 * high, int(0.4 * sum(counts)))
+        if self._listed == 1:  # a list ends
+            wanted = min(wanted, len(self._attributes) - len(asked))
+        while len(others) < wanted:
             new = self._attribute(rng)
             if new not in asked:
                 others[new] = None

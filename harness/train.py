@@ -94,7 +94,7 @@ def train(recipe: str, out: Path, *, seed: int | None, start: str | None, device
 
 def _keep_memory() -> None:
     """Let the C library keep what is freed: a step asks for the same large blocks again and again, and the kernel would
-    fill each with zeros, which took a tenth of the time."""
+    fill each with zeros."""
     with contextlib.suppress(OSError, AttributeError):  # not glibc
         library = ctypes.CDLL(None)
         library.mallopt(M_MMAP_MAX, 0)

@@ -15,7 +15,7 @@ STEPS, A, B, C = 5, 3.4445, -4.7750, 2.0315
 class Muon(torch.optim.Optimizer):
     """Momentum, made orthogonal; a step has the root mean square of an AdamW step, so that rates can be shared.
 
-    PyTorch's own iterates matrix by matrix in bfloat16: eleven times slower where processors have no units for it.
+    PyTorch's own iterates matrix by matrix in bfloat16, which is slow where processors have no units for it.
     """
 
     def __init__(self, parameters: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0):

@@ -33,7 +33,7 @@ def new_tokenizer(texts: Iterable[str], vocabulary: int) -> str:
 
 def new_backbone(shape: Shape, serialized: str, seed: int) -> tuple[Backbone, Words]:
     """Weights that start as the retrieval they are to learn: in every layer queries look for equal keys and copy what
-    they find (W_q = W_k and W_o = W_v^T / 2), and the MLP adds little (recipe A2 of the project's first trials)."""
+    they find (W_q = W_k and W_o = W_v^T / 2), and the MLP adds little."""
     from transformers import AutoConfig
 
     words = Words(serialized, None, None, "new")

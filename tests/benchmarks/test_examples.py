@@ -68,6 +68,11 @@ def test_development_asks_what_training_never_has() -> None:
     assert liked <= set(words("attributes", "development"))
 
 
+def test_development_words_suffice_for_many_documents() -> None:
+    batch = Biographies(development=True).batch(0, 64, 500)
+    assert len(set(batch.documents)) == 500
+
+
 def test_excluded_queries_are_made_again() -> None:
     plain = Biographies(seed=1).batch(0, 8, 8)
     source = Biographies(seed=1, excluded=lambda query: query == plain.queries[2])
