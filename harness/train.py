@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.resources import files
@@ -71,25 +72,33 @@ def train(recipe: str, out: Path, *, seed: int | None, start: str | None, device
         read = replace(read, seed=seed)
     if start is not None:
         read = replace(read, start=start, shape=None)
+    begun = read.start
     if read.start in names():
         first = out.absolute().parent / f"{read.start}-seed{read.seed}"
         if not (first / "model" / "config.json").is_file():
             say(f"{recipe} starts from {read.start}, which is trained first, in {first}")
             if code := train(read.start, first, seed=read.seed, start=None, device=device):
                 return code
+        begun = f"{read.start}, seed {read.seed}, {_spent(first)}"
         read = replace(read, start=str(first / "model"))
     _keep_memory()
     try:
         data = Data(read.seed, out / "data", read.exclude, say)
         trainer = Trainer(read, data, out, place(device, "float32")[0], _shown(console, read.steps))
         trainer.run()
-        say(f"{trainer.finish(Path(recipe).stem)}: the trained model")
+        say(f"{trainer.finish(Path(recipe).stem, begun)}: the trained model")
     except ValueError as error:  # what the recipe asks for does not fit its model or its data
         raise UsageError(f"{recipe}: {error}") from None
     except Stopped as error:
         say(f"icr-bench: stopped: {error}")
         return FAILED
     return OK
+
+
+def _spent(folder: Path) -> str:
+    """Steps and time of a training that is finished."""
+    last = json.loads((folder / "log.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    return f"{last['step']:,} steps in {last['seconds'] / 60:.0f} minutes"
 
 
 def _keep_memory() -> None:
@@ -107,7 +116,11 @@ def _shown(console: Console, steps: int) -> Any:
         if told.get("seconds"):
             left = f"{told['seconds'] / told['step'] * (steps - told['step']) / 60:.0f} min left, "
             left += f"{told['tokens_per_s']:,} tokens/s"
-        shown = {k: v for k, v in told.items() if k not in ("step", "seconds", "tokens_per_s", "lr", "documents")}
+        shown = {
+            k: v
+            for k, v in told.items()
+            if k not in ("step", "seconds", "tokens_per_s", "lr", "documents", "peak_bytes")
+        }
         numbers = ", ".join(f"{name} {value:.3g}" for name, value in shown.items())
         console.print(f"step {told['step']:,}/{steps:,}: {numbers}; {left}", markup=False)
 

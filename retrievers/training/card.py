@@ -7,33 +7,38 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from icr_bench.retrievers.lm.prompt import DIGITS
 from icr_bench.retrievers.training.recipe import Recipe
 
 
-def model_card(recipe: Recipe, name: str, parameters: int, log: Sequence[Mapping[str, Any]], peak: int) -> str:
+def model_card(recipe: Recipe, name: str, begun: str, parameters: int, log: Sequence[Mapping[str, Any]]) -> str:
     """Markdown.
 
     Args:
         name: of the recipe.
+        begun: what the training started from.
         log: the lines of the training's log.
-        peak: bytes of memory that the process held at most.
     """
     last = log[-1]
+    peak = max(line.get("peak_bytes", 0) for line in log)  # the log of a training that was resumed has all its parts
     shown = [line for line in log if "held_out_hit@1" in line]
     lines = [
         f"# {name}, seed {recipe.seed}",
         "",
         f"Made by `icr-bench train {name} --seed {recipe.seed}`: {_what(recipe)}.",
         "",
-        f"- start: {recipe.start or 'new weights'}; trained parameters: {parameters:,}",
-        f"- steps: {recipe.steps:,} in {len(recipe.stages)} stages; {last['seconds'] / 60:.0f} minutes; "
-        f"peak memory {peak / 1e9:.1f} GB",
+        f"- start: {begun}; trained parameters: {parameters:,}",
+        f"- steps: {recipe.steps:,}; {last['seconds'] / 60:.0f} minutes; peak memory {peak / 1e9:.1f} GB",
         f"- documents in a batch: up to {max(_most(stage.documents.points) for stage in recipe.stages):.0f}; "
         f"queries: up to {max(stage.queries for stage in recipe.stages)}",
         f"- data: {'; '.join(dict.fromkeys(json.dumps(dict(one)) for stage in recipe.stages for one in stage.data))}",
         f"- excluded from training: the words of the `limit` benchmark and of its development form, the attributes of "
         f"the published LIMIT{''.join(f', {spec}' for spec in recipe.exclude)}",
     ]
+    lines.append(
+        f"- limits: made for texts like the data above; documents are cut to {recipe.prompt.cap} tokens"
+        + ("" if recipe.method == "dense" else f", codes name at most {10**DIGITS:,} documents")
+    )
     if shown:
         lines.append(
             f"- hit@1 on held-out biographies among {recipe.held_out} documents: {shown[-1]['held_out_hit@1']:.2f}"

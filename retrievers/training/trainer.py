@@ -155,6 +155,7 @@ class Trainer:
                 line = {"step": self.step, **{k: round(v, 5) for k, v in self.means.items()}}
                 line |= {"documents": stage.documents.at(local), "lr": stage.lr.at(local)}
                 line |= {"tokens_per_s": round(tokens / elapsed), "seconds": round(self.spent + elapsed, 1)}
+                line["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             if self.step % self.recipe.check_every == 0 or last:
                 line |= {"step": self.step, "held_out_hit@1": self.held_out()}
             if line and self.rank == 0:
@@ -258,12 +259,13 @@ class Trainer:
                             f"and the recipe asks for {least} by then; start again with another seed"
                         )
 
-    def finish(self, name: str) -> Path:
+    def finish(self, name: str, begun: str | None = None) -> Path:
         """Write the model as any other loads: config.json, model.safetensors in bfloat16, its tokenizer, a card, and
         what `BlockSearch` reads beside them.
 
         Args:
             name: of the recipe, for the card.
+            begun: what the card says the training started from; the recipe's ``start`` or new weights by default.
         """
         folder, backbone, recipe = self.out / "model", self.learner.backbone, self.recipe
         folder.mkdir(exist_ok=True)
@@ -274,8 +276,8 @@ class Trainer:
             self._save_model(folder)
         log = [json.loads(line) for line in (self.out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
         trained = sum(p.numel() for p in self.learner.parameters() if p.requires_grad)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        (folder / "README.md").write_text(model_card(recipe, name, trained, log, peak), encoding="utf-8")
+        card = model_card(recipe, name, begun or recipe.start or "new weights", trained, log)
+        (folder / "README.md").write_text(card, encoding="utf-8")
         if isinstance(self.learner, DenseLearner):
             sentence_transformer(folder, backbone.embed_tokens.embedding_dim, self.recipe.prompt.cap)
             return folder
@@ -299,6 +301,7 @@ class Trainer:
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[backbone.config.model_type]
         config = backbone.config.to_dict() | {"architectures": [f"{name}ForCausalLM"], "dtype": "bfloat16"}
+        del config["_name_or_path"]  # a folder of this machine
         (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         self.words.save(folder, ended=self.recipe.method == "dense")
 

@@ -110,6 +110,20 @@ def test_trained_model_answers(trained: tuple[str, Path]) -> None:
     assert retriever.settings()["ssmax"]["from"] == "weights"
 
 
+def test_card_and_files_tell_what_was_done_and_nothing_of_the_machine(trained: tuple[str, Path]) -> None:
+    model = trained[1] / "model"
+    card = (model / "README.md").read_text()
+    lines = [json.loads(line) for line in (trained[1] / "log.jsonl").read_text().splitlines()]
+    assert f"peak memory {max(line['peak_bytes'] for line in lines) / 1e9:.1f} GB" in card
+    for told in ("# recipe, seed 0", "start: new weights", "steps: 6; ", '"biographies"', "cut to 200 tokens"):
+        assert told in card
+    assert "the on-policy loss, SSMax, the additive sink" in card
+    for key in ("`blind: 1`", "`supervision`", "`alphabets`", "`optimizer: muon`", "`prompt`"):
+        assert key in card
+    for file in ("README.md", "config.json", "blocksearch.json", "tokenizer_config.json"):
+        assert str(trained[1].parent) not in (model / file).read_text()
+
+
 def test_log_tells_every_step_and_the_losses_of_its_digits(trained: tuple[str, Path]) -> None:
     lines = [json.loads(line) for line in (trained[1] / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
@@ -308,17 +322,12 @@ def test_recipe_that_starts_from_another_has_it_trained_first(tmp_path: Path, mo
     first = tmp_path / "first-seed3"
     assert (first / "model" / "model.safetensors").is_file()
     assert "first --seed 3" in (first / "model" / "README.md").read_text()
+    second = (tmp_path / "out" / "model" / "README.md").read_text()
+    assert "start: first, seed 3, 2 steps in 0 minutes; trained" in second
+    assert str(tmp_path) not in second + (tmp_path / "out" / "model" / "config.json").read_text()
     before = (first / CHECKPOINT).stat().st_mtime_ns
     assert main(["train", "second", "-o", str(tmp_path / "again"), "--seed", "3"]) == 0
     assert (first / CHECKPOINT).stat().st_mtime_ns == before  # taken as it is
-
-
-def test_card_tells_what_made_the_model_and_how_it_departs(trained: tuple[str, Path]) -> None:
-    card = (trained[1] / "model" / "README.md").read_text()
-    for part in ("seed 0", "the on-policy loss, SSMax, the additive sink", "steps: 6 in 2 stages", '"biographies"'):
-        assert part in card
-    for key in ("`blind: 1`", "`supervision`", "`alphabets`", "`optimizer: muon`", "`prompt`"):
-        assert key in card
 
 
 def test_too_few_examples_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
