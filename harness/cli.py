@@ -91,6 +91,27 @@ def parser() -> argparse.ArgumentParser:
     plot.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help=".png, .svg or .pdf")
     plot.add_argument("--metric", metavar="M", default="hit@1", help="such as hit@1 (the default)")
 
+    baseline = command("baseline", "write what compare needs of a run into one file, to be committed")
+    baseline.add_argument("folder", metavar="DIR", type=Path, help="folder of a run")
+    baseline.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="file to write (JSON)")
+
+    compare = command("compare", "paired differences between two runs; exit code 1 where a cell is worse")
+    compare.add_argument("base", metavar="BASE", type=Path, help="folder of a run, or a file of icr-bench baseline")
+    compare.add_argument("new", metavar="NEW", type=Path, help="the same")
+    compare.add_argument("--metric", action="append", metavar="M", help="may be repeated (hit@1 and ndcg@10)")
+    compare.add_argument(
+        "--tolerance",
+        action="append",
+        metavar="NAME=T",
+        help="how much worse is accepted: hit@1=0.01, ndcg@10=2%%, or a cost, which is only judged if named: "
+        "latency=50%%, index_time, memory, index_bytes; may be repeated (0 for metrics)",
+    )
+    compare.add_argument(
+        "--other-data", action="store_true", help="where data differ, compare over the queries that both sides have"
+    )
+    for form in ("markdown", "json", "junit"):
+        compare.add_argument(f"--{form}", metavar="FILE", type=Path, help=f"write the comparison as {form} too")
+
     export = command("export", "write TREC runs and qrels of a run's finished cells")
     export.add_argument("folder", metavar="DIR", type=Path, help="folder of a run")
     export.add_argument("-o", "--output", metavar="DIR", type=Path, help="folder to write to (DIR/trec)")
@@ -224,6 +245,34 @@ def _plot(options: argparse.Namespace, command: str) -> int:
     plot(tables.quality(tables.build(_records(options.folders), [options.metric], command)), options.output)
     print(options.output)
     return OK
+
+
+def _baseline(options: argparse.Namespace, command: str) -> int:
+    from icr_bench.harness.answers import write_baseline
+
+    count = write_baseline(options.folder, options.output, command)
+    print(f"{options.output}: {count} cells")
+    return OK
+
+
+def _compare(options: argparse.Namespace, command: str) -> int:
+    from icr_bench.harness import compare
+    from icr_bench.harness.answers import read
+    from icr_bench.harness.folder import write
+
+    metrics = [metric for given in options.metric or () for metric in given.split(",")] or None
+    tolerances = dict(compare.parse_tolerance(text) for text in options.tolerance or ())
+    base, new = read(options.base), read(options.new)
+    if not base:
+        raise UsageError(f"{options.base}: no finished cells yet")
+    compared = compare.compare(base, new, metrics, tolerances, other_data=options.other_data)
+    shown = compare.text(compared)
+    forms = {"markdown": compare.text, "json": compare.as_json, "junit": compare.as_junit}
+    for form, render in forms.items():
+        if file := getattr(options, form):
+            write(file, render(compared))
+    print(shown, end="")
+    return compared.exit_code
 
 
 def _export(options: argparse.Namespace, command: str) -> int:

@@ -56,6 +56,11 @@ def parse_metric(text: str) -> str:
     return f"{match[1]}@{int(match[2])}"
 
 
+def cutoff(metric: str) -> int:
+    """The k of ``name@k``."""
+    return int(metric.partition("@")[2])
+
+
 def names(cutoffs: Iterable[int]) -> list[str]:
     """All metrics at all cut-offs."""
     return [f"{metric}@{k}" for metric in DEFINITIONS for k in sorted(cutoffs)]

@@ -16,7 +16,9 @@ import pytest
 
 from icr_bench.harness.cli import main, parser
 
-COMMANDS = {"run", "plan", "train", "table", "plot", "export", "list", "describe", "validate", "lint"}
+COMMANDS = {
+    *("run", "plan", "train", "table", "plot", "compare", "baseline", "export", "list", "describe", "validate", "lint"),
+}
 
 RUN_FLAGS = (
     "-b --benchmark -r --retriever -n -k --seed --queries --latency-queries --device --dtype --timeout "
