@@ -84,6 +84,9 @@ def parser() -> argparse.ArgumentParser:
     table = command("table", "tables of one or several runs")
     table.add_argument("folders", nargs="+", metavar="DIR", type=Path, help="folders of runs")
     table.add_argument("--metric", action="append", metavar="M", help="such as hit@1; may be repeated")
+    table.add_argument(
+        "--reference", action="append", metavar="PAPER", help="published numbers beside (icr-bench list references)"
+    )
     table.add_argument("--format", choices=("md", "csv", "latex", "json"), default="md", help="md by default")
 
     plot = command("plot", "scaling curves of runs, or losses of trainings, as PNG, SVG or PDF (extra report)")
@@ -118,7 +121,9 @@ def parser() -> argparse.ArgumentParser:
 
     listing = command("list", "names that can be chosen")
     listing.add_argument(
-        "what", choices=("retrievers", "benchmarks", "suites", "metrics", "recipes", "models"), help="kind of name"
+        "what",
+        choices=("retrievers", "benchmarks", "suites", "metrics", "recipes", "models", "references"),
+        help="kind of name",
     )
 
     describe = command("describe", "what a retriever, benchmark, suite or metric is, and its options")
@@ -211,11 +216,13 @@ def _train(options: argparse.Namespace, command: str) -> int:
 
 
 def _table(options: argparse.Namespace, command: str) -> int:
-    from icr_bench.harness import tables
+    from icr_bench.harness import references, tables
 
     records = _records(options.folders)
     metrics = [metric for given in options.metric or () for metric in given.split(",")] or None
     built = tables.build(records, metrics, command)
+    for paper in options.reference or ():
+        built = references.beside(built, records, paper)
     if options.format == "json":
         import json
 
@@ -284,6 +291,8 @@ def _export(options: argparse.Namespace, command: str) -> int:
 
 
 def _list(options: argparse.Namespace, command: str) -> int:
+    from icr_bench.harness import references
+
     registry = Registry(options.plugin or ())
     names = {
         "retrievers": registry.names("retriever"),
@@ -292,12 +301,15 @@ def _list(options: argparse.Namespace, command: str) -> int:
         "metrics": [f"{name}@k" for name in DEFINITIONS],
         "recipes": recipes.names(),
         "models": shipped(),
+        "references": references.names(),
     }
     print("\n".join(names[options.what]))
     return OK
 
 
 def _describe(options: argparse.Namespace, command: str) -> int:
+    from icr_bench.harness import references
+
     registry = Registry(options.plugin or ())
     name: str = options.name
     kinds: tuple[Kind, ...] = ("retriever", "benchmark")
@@ -308,12 +320,14 @@ def _describe(options: argparse.Namespace, command: str) -> int:
         found.append(f"recipe {name}\n\n{recipes.text(name)}")
     if name in shipped():
         found.append(f"model {name}\n\n{(SHIPPED / name / 'README.md').read_text(encoding='utf-8')}")
+    if name in references.names():
+        found.append(references.describe(name))
     metric = name.partition("@")[0]
     if metric in DEFINITIONS:
         found.append(f"metric {metric}@k\n\n{DEFINITIONS[metric]}\n")
     if not found:
         known = [*registry.names("retriever"), *registry.names("benchmark"), *suites.names(), *DEFINITIONS]
-        known += [*recipes.names(), *shipped()]
+        known += [*recipes.names(), *shipped(), *references.names()]
         raise unknown("name", name, known)
     print("\n".join(found), end="")
     return OK

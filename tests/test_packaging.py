@@ -14,7 +14,15 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 def test_every_package_on_the_disk_is_listed() -> None:
     """A package that is not listed works in an editable install and is missing from the wheel."""
     on_disk = {file.parent.relative_to(ROOT) for room in ROOMS for file in (ROOT / room).rglob("*.py")}
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == {f"icr_bench.{'.'.join(p.parts)}" for p in on_disk}
+    names = {f"icr_bench.{'.'.join(p.parts)}" for p in on_disk} | {"icr_bench.reference"}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == names
+
+
+def test_published_numbers_are_installed_from_their_folder() -> None:
+    settings, folder = PROJECT["tool"]["setuptools"], ROOT / "results" / "reference"
+    assert settings["package-dir"]["icr_bench.reference"] == "results/reference"
+    held = {file for pattern in settings["package-data"]["icr_bench.reference"] for file in folder.glob(pattern)}
+    assert {file for file in folder.iterdir() if file.is_file()} == held | {folder / "__init__.py"}
 
 
 def test_every_file_that_is_no_code_is_package_data() -> None:
