@@ -76,7 +76,7 @@ def plot(tables: Sequence[Table], file: Path) -> None:
     by_name = {name: handle for handle, name in drawn}
     names, handles = list(by_name), list(by_name.values())
     legend = "band: 95% bootstrap interval over queries"
-    figure.legend(handles, names, title=legend, loc="outside lower center", ncols=min(len(names), 5) or 1)
+    figure.legend(handles, names, title=legend, loc="outside lower center", ncols=min(len(names), 2 * columns, 5) or 1)
     _save(figure, file, metrics.definition(tables[0].name))
 
 
@@ -111,7 +111,7 @@ def plot_training(folders: Sequence[Path], file: Path) -> None:
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
     handles, labels = panel.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6))
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 2 * len(panels)))
     _save(figure, file, "training")
 
 

@@ -33,7 +33,7 @@ KEYS = (
 
 _ALIASES = {"benchmarks": "benchmark", "retrievers": "retriever", "plugins": "plugin", "seeds": "seed"}
 
-DEFAULT = "default"
+DEFAULT, QUICK = "default", "quick"
 CUSTOM = "custom"
 """The name of a run whose benchmarks come from flags alone."""
 
@@ -150,13 +150,12 @@ def _expand(value: Any, name: str) -> Any:
 def assemble(suite: str | None, flags: Mapping[str, Any]) -> Suite:
     """The suite named (``default`` if none), with flags that are not None put over its keys.
 
-    Benchmarks given by flag without a suite make a run called ``custom``, whose sizes default to ``all``.
+    Benchmarks given by flag without a suite make a run called ``custom``, of all documents with the retrievers of
+    ``quick`` unless flags say otherwise.
     """
     flags = {key: value for key, value in flags.items() if value is not None}
     custom = suite is None and "benchmark" in flags
-    keys = load(suite or DEFAULT)
-    if custom:
-        keys.pop("n", None)
+    keys = load(suite or (QUICK if custom else DEFAULT))
     name = CUSTOM if custom else Path(suite or DEFAULT).stem
     where = name if suite is None else suite
     given = {**keys, **flags}

@@ -11,5 +11,6 @@ RETRIEVERS = {
     "blocksearch-ssmax-routing": "icr_bench.retrievers.blocksearch:ssmax_routing",
     "bm25": "icr_bench.retrievers.bm25:BM25",
     "dense": "icr_bench.retrievers.dense:Dense",
+    "dense-tiny": "icr_bench.retrievers.dense:tiny",
 }
 """Name -> ``module:class``; the module is imported when the name is chosen."""

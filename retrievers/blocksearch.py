@@ -27,6 +27,9 @@ from icr_bench.retrievers.weights import CacheFolder, Model
 ROUTING_LAYER = (16, 28)
 """The paper's routing layer and its model's depth; other depths route at the same fraction."""
 
+BASE = Model("tiny-base")
+"""What answers unless a model is named; it ships with this package, and so do those of the rows below."""
+
 ROUTING_B = 256
 """Documents that routing keeps (section 5.1)."""
 
@@ -74,7 +77,7 @@ class BlockSearch(Retriever):
     def __init__(
         self,
         *,
-        model: Model,
+        model: Model = BASE,
         base: Model | None = None,
         codes: Literal["random", "position"] = "random",
         digits: int | None = None,
@@ -285,9 +288,15 @@ def _carried(path: Path) -> dict[str, Any]:
     return carried
 
 
-position = row(BlockSearch, "BlockSearch with codes by position (ablation, section 3.3).", codes="position")
-offpolicy = row(BlockSearch, "BlockSearch trained without the on-policy loss (section 3.3).")
-sink = row(BlockSearch, "BlockSearch trained with an additive sink (section 5.1), off at evaluation.")
-ssmax = row(BlockSearch, "BlockSearch with SSMax (section 5.1).", ssmax=True)
+position = row(
+    BlockSearch, "BlockSearch with codes by position (ablation, section 3.3).", model="tiny-position", codes="position"
+)
+offpolicy = row(BlockSearch, "BlockSearch trained without the on-policy loss (section 3.3).", model="tiny-offpolicy")
+sink = row(
+    BlockSearch, "BlockSearch trained with an additive sink (section 5.1), off at evaluation.", model="tiny-sink"
+)
+ssmax = row(BlockSearch, "BlockSearch with SSMax (section 5.1).", model="tiny-ssmax", ssmax=True)
 routing = row(BlockSearch, "BlockSearch with routing (section 5.1).", routing="last")
-ssmax_routing = row(BlockSearch, "BlockSearch with SSMax and routing (section 5.2).", ssmax=True, routing="last")
+ssmax_routing = row(
+    BlockSearch, "BlockSearch with SSMax and routing (section 5.2).", model="tiny-ssmax", ssmax=True, routing="last"
+)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from icr_bench.retrievers.base import Document, MissingExtra, Ranking, Retriever
+from icr_bench.retrievers.rows import row
 from icr_bench.retrievers.top import top_k
 from icr_bench.retrievers.weights import Model, locate
 
@@ -195,3 +196,6 @@ class _Faiss:
 
     def nbytes(self) -> int:
         return int(self._faiss.serialize_index(self._index).nbytes)
+
+
+tiny = row(Dense, "Dense bi-encoder of 1.7M parameters, trained on what the tiny BlockSearch is.", model="dense-tiny")

@@ -29,7 +29,8 @@ def test_every_file_that_is_no_code_is_package_data() -> None:
     for room in ROOMS:
         data = PROJECT["tool"]["setuptools"]["package-data"]
         packages = {name: "/".join(name.split(".")[1:]) for name in data if name.split(".")[1] == room}
-        held = {file for name, folder in packages.items() for one in data[name] for file in (ROOT / folder).glob(one)}
+        found = (file for name, folder in packages.items() for one in data[name] for file in (ROOT / folder).glob(one))
+        held = {file for file in found if file.is_file()}
         others = {f for f in (ROOT / room).rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")}
         assert others == held
 

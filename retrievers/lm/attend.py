@@ -55,7 +55,8 @@ def merge(parts: Iterable[Part]) -> Part:
             whole = out, lse
             continue
         both = torch.logaddexp(whole[1], lse)
-        mine, new = (whole[1] - both).exp().unsqueeze(-1), (lse - both).exp().unsqueeze(-1)
+        base = both.masked_fill(both == -torch.inf, 0.0)  # no tokens in either: 0, not -inf - -inf
+        mine, new = (whole[1] - base).exp().unsqueeze(-1), (lse - base).exp().unsqueeze(-1)
         whole = whole[0] * mine + out * new, both
     assert whole is not None
     return whole

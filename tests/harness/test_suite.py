@@ -292,6 +292,7 @@ def test_label_of_one_may_not_be_the_name_of_another(write: Write) -> None:
 def test_benchmarks_by_flag_make_a_custom_run() -> None:
     found = assemble(None, {"benchmark": ["beir:path=x"]})
     assert (found.name, found.sizes, found.retrievers) == ("custom", (("all",),), (Spec("bm25"),))
+    assert (found.queries, found.latency_queries) == (None, Suite.latency_queries)  # not the default suite's
 
 
 def test_other_flags_change_the_default_suite() -> None:
@@ -376,10 +377,13 @@ def test_quick_is_short_limit_with_bm25_alone() -> None:
     assert found.retrievers == (Spec("bm25"),)
 
 
-def test_default_equals_quick() -> None:
-    default, quick = assemble(None, {}), assemble("quick", {})
-    assert default.name == "default"
-    assert (default.benchmarks, default.sizes, default.retrievers) == (quick.benchmarks, quick.sizes, quick.retrievers)
+def test_default_shows_in_context_retrieval_by_bare_names() -> None:
+    found = assemble("default", {})
+    assert [(spec.name, spec.options) for spec in found.benchmarks] == [("limit", {"likes": 20})]
+    assert (found.sizes, found.queries, found.latency_queries) == (((46, 250, 1000, 5000),), 200, 20)
+    names = ["bm25", "dense-tiny", "blocksearch", "blocksearch-position", "blocksearch-ssmax-routing"]
+    assert [(spec.name, spec.row) for spec in found.retrievers] == list(zip(names, names, strict=True))
+    assert not any("model" in spec.options for spec in found.retrievers)
 
 
 GRID = {500, 1000, 2500, 5000, 10_000}

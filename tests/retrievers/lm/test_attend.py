@@ -14,7 +14,7 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -256,6 +256,8 @@ def test_ranges_without_tokens_add_nothing(way: str, count: int) -> None:
     spread=st.sampled_from([0.0, 1.0, 30.0]),
     rows=st.integers(1, 4),
 )
+@example(tokens=1, cuts=[0, 0], spread=0.0, rows=1)
+@example(tokens=5, cuts=[5, 5], spread=1.0, rows=2)
 def test_attention_over_parts_merges_to_that_over_the_whole(
     tokens: int, cuts: list[int], spread: float, rows: int
 ) -> None:
