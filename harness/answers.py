@@ -91,7 +91,7 @@ def write_baseline(folder: Path, file: Path, command: str) -> int:
         if entry.graded:
             cell["answers"] = {
                 "queries": entry.graded.queries,
-                "ranked": [_rounded(own) for own in entry.graded.ranked],
+                "ranked": [_trimmed(own) for own in entry.graded.ranked],
                 "judged": entry.graded.judged,
             }
         cells.append(cell)
@@ -103,7 +103,7 @@ def write_baseline(folder: Path, file: Path, command: str) -> int:
     return len(cells)
 
 
-def _rounded(ranked: Sequence[int]) -> list[int]:
+def _trimmed(ranked: Sequence[int]) -> list[int]:
     """Without the zeros at the end, which say nothing."""
     kept = list(ranked)
     while kept and kept[-1] == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -62,7 +63,7 @@ class Difference:
     difference: float
     low: float
     high: float
-    p: float  # of the difference beyond the tolerance
+    p: float  # of what the difference is beyond the tolerance, to either side
     holm: float = 1.0  # the same after Holm's correction over all differences
     tolerance: float = 0.0
 
@@ -77,7 +78,7 @@ class Difference:
 
     @property
     def better(self) -> bool:
-        return self.difference > 0 and self.holm < LEVEL
+        return self.difference > self.tolerance and self.holm < LEVEL
 
 
 @dataclass
@@ -112,8 +113,7 @@ class Pair:
     status: Status
     told: str = ""  # why a cell failed
     options: dict[str, list[Any]] = field(default_factory=dict)  # that differ: base's, new's
-    code: str = "same"  # or "changed"
-    data: str = "same"
+    changed: list[str] = field(default_factory=list)  # of data, weights and code
     differences: list[Difference] = field(default_factory=list)
     ratios: list[Ratio] = field(default_factory=list)
 
@@ -198,7 +198,14 @@ def compare(
     differences = [d for pair in pairs for d in pair.differences]
     for d, corrected in zip(differences, holm([d.p for d in differences]), strict=True):
         d.holm = corrected
-    return Comparison(pairs, wanted, _notes(matched, len(differences)))
+    notes = _notes(matched, len(differences))
+    for name in sorted(set(tolerances) & set(COSTS)):
+        judged = sum(ratio.name == name for pair in pairs for ratio in pair.ratios)
+        if left := sum(bool(pair.differences) for pair in pairs) - judged:
+            notes.append(
+                f"{name} is not judged in {left} cells: another machine, or nothing measured on one of the sides"
+            )
+    return Comparison(pairs, wanted, notes)
 
 
 def resamples(tests: int) -> int:
@@ -299,8 +306,7 @@ def _pair(
         return pair
     one, other = old.record, found.record
     pair.options = _options(one, other)
-    pair.code = "same" if one["fingerprint"]["code"] == other["fingerprint"]["code"] else "changed"
-    pair.data = "same" if one["fingerprint"]["data"] == other["fingerprint"]["data"] else "changed"
+    pair.changed = [key for key in ("data", "weights", "code") if one["fingerprint"][key] != other["fingerprint"][key]]
     if found.graded is None:
         pair.status = "failed" if old.graded else "failed in both"
         pair.told = one_line(f"{other['status']}: {other['error']}")
@@ -317,10 +323,10 @@ def _pair(
         a, b = old.graded.values(metric)[ours], found.graded.values(metric)[theirs]
         allowed = tolerances[metric].of(float(a.mean())) if metric in tolerances else 0.0
         low, high = interval(b - a)
-        p = randomisation(b - a + allowed, count)
-        mean_a, mean_b = float(a.mean()), float(b.mean())
+        change = float((b - a).mean())
+        p = randomisation(b - a - math.copysign(allowed, change), count) if abs(change) > allowed else 1.0
         pair.differences.append(
-            Difference(metric, mean_a, mean_b, float((b - a).mean()), low, high, p, tolerance=allowed)
+            Difference(metric, float(a.mean()), float(b.mean()), change, low, high, p, tolerance=allowed)
         )
     if _machine(one) == _machine(other):
         for name, (part, key) in COSTS.items():
@@ -391,7 +397,7 @@ def text(comparison: Comparison) -> str:
         parts.append("\n" + costs)
     for pair in comparison.pairs:
         changed = [f"{key}={old} -> {new}" for key, (old, new) in pair.options.items()]
-        changed += [f"{what} changed" for what in ("code", "data") if getattr(pair, what) == "changed"]
+        changed += [f"{what} changed" for what in pair.changed]
         if changed:
             parts.append(f"\n- {one_line(pair.name)}: {one_line(', '.join(changed))}")
     return "".join(parts) + "\n\n" + "".join(f"- {note}\n" for note in comparison.notes)

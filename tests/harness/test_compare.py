@@ -242,6 +242,20 @@ def test_tolerance_is_an_amount_or_a_share(run: Run, cli: Cli, tolerance: str, c
     assert cli("compare", base, new, "--metric", "hit@1", "--tolerance", f"hit@1={tolerance}").code == code
 
 
+def test_within_the_tolerance_nothing_is_better_or_worse(run: Run) -> None:
+    lower, higher = read(run("known:right=53,label=known")), read(run("known:right=55,label=known"))
+    for base, new in ((lower, higher), (higher, lower)):
+        (found,) = compare(base, new, ["hit@1"], {"hit@1": Tolerance(0.2, False)}).pairs[0].differences
+        assert (found.p, found.better, found.worse) == (1.0, False, False)
+
+
+def test_changed_weights_are_told(run: Run) -> None:
+    base = read(run("bm25"))
+    record = json.loads(json.dumps(base[0].record))
+    record["fingerprint"]["weights"] = {"model": "sha256:other"}
+    assert compare(base, [Entry(record, base[0].graded)]).pairs[0].changed == ["weights"]
+
+
 def test_cells_that_are_missing_or_failed_are_regressions(run: Run, cli: Cli) -> None:
     base = run("known:right=45,label=known", "bm25", n="80,all")
     answer = cli("compare", base, run("known:right=45,label=known", n="80,all"))
@@ -320,6 +334,7 @@ def test_costs_of_another_machine_are_left_out(run: Run) -> None:
     assert compared.exit_code == 0
     assert compared.pairs[0].ratios == []
     assert any("different machines" in note for note in compared.notes)
+    assert any(note.startswith("latency is not judged in 1 cells") for note in compared.notes)
 
 
 def test_usual_metrics_are_as_deep_as_all_cells_are(run: Run) -> None:
