@@ -13,7 +13,7 @@ import numpy as np
 from icr_bench.benchmarks.base import DataError
 from icr_bench.harness import metrics
 from icr_bench.harness.errors import UsageError
-from icr_bench.harness.folder import Record, latest, read_lines, write
+from icr_bench.harness.folder import Record, latest, merge, read_lines, write
 
 FORMAT = 1
 
@@ -64,6 +64,18 @@ def read(path: Path) -> list[Entry]:
     if path.is_file():
         return _baseline(path)
     raise UsageError(f"{path}: expected the folder of a run, or a file of icr-bench baseline; there is neither")
+
+
+def read_runs(folders: Sequence[Path]) -> list[Entry]:
+    """The cells of several runs' folders; what only shares a name is told apart by the folder.
+
+    Raises:
+        UsageError: a folder holds no run, or none holds a cell.
+    """
+    entries = [Entry(record, graded(folder, record)) for folder, record in merge(folders)]
+    if not entries:
+        raise UsageError(f"{', '.join(map(str, folders))}: no finished cells yet")
+    return entries
 
 
 def graded(folder: Path, record: Record) -> Graded | None:

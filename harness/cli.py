@@ -1,4 +1,4 @@
-"""The command line: ``icr-bench run | plan | train | table | plot | export | list | describe | validate | lint``."""
+"""The command line: ``icr-bench COMMAND``, a function each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from icr_bench.harness import train as recipes
 from icr_bench.harness.errors import DATA, EXTRA, FAILED, INTERRUPTED, OK, USAGE, UsageError, unknown
 from icr_bench.harness.metrics import DEFINITIONS
 from icr_bench.harness.registry import Kind, Registry
-from icr_bench.harness.spec import parse_spec
+from icr_bench.harness.spec import parse_bytes, parse_share, parse_sizes, parse_spec
 from icr_bench.retrievers.base import MissingExtra
 from icr_bench.retrievers.weights import SHIPPED, CacheFolder, Model, shipped
 
@@ -114,6 +114,22 @@ def parser() -> argparse.ArgumentParser:
     )
     for form in ("markdown", "json", "junit"):
         compare.add_argument(f"--{form}", metavar="FILE", type=Path, help=f"write the comparison as {form} too")
+
+    curve = command("curve", "where recall falls below a level, where retrievers cross, and how costs grow with N")
+    curve.add_argument("folders", nargs="+", metavar="DIR", type=Path, help="folders of runs")
+    curve.add_argument("--metric", metavar="M", default="hit@1", help="such as hit@1 (the default)")
+    curve.add_argument("--level", metavar="L", action="append", help="between 0 and 1; may be repeated (0.9)")
+    curve.add_argument("--extrapolate", action="store_true", help="go on beyond the largest N, marked so")
+    curve.add_argument("--format", choices=("md", "json"), default="md", help="md by default")
+
+    recommend = command("recommend", "which retriever to use at a corpus size, from measured cells")
+    recommend.add_argument("folders", nargs="+", metavar="DIR", type=Path, help="folders of runs")
+    recommend.add_argument("-n", metavar="N", required=True, help="documents, such as 5k")
+    recommend.add_argument("--metric", metavar="M", default="hit@1", help="such as hit@1 (the default)")
+    recommend.add_argument("--min", metavar="L", help="the least that the metric may be, such as 0.9")
+    recommend.add_argument("--max-latency", metavar="S", help="of 95%% of queries alone, such as 0.5s or 200ms")
+    recommend.add_argument("--max-memory", metavar="B", help="of the process, and of a GPU, such as 8GB")
+    recommend.add_argument("--format", choices=("md", "json"), default="md", help="md by default")
 
     export = command("export", "write TREC runs and qrels of a run's finished cells")
     export.add_argument("folder", metavar="DIR", type=Path, help="folder of a run")
@@ -235,7 +251,7 @@ def _table(options: argparse.Namespace, command: str) -> int:
 def _records(folders: Sequence[Path]) -> list[Record]:
     from icr_bench.harness.folder import merge
 
-    records = merge(folders)
+    records = [record for _, record in merge(folders)]
     if not records:
         raise UsageError(f"{', '.join(map(str, folders))}: no finished cells yet")
     return records
@@ -280,6 +296,39 @@ def _compare(options: argparse.Namespace, command: str) -> int:
             write(file, render(compared))
     print(shown, end="")
     return compared.exit_code
+
+
+def _curve(options: argparse.Namespace, command: str) -> int:
+    from icr_bench.harness import curve
+    from icr_bench.harness.answers import read_runs
+    from icr_bench.harness.metrics import parse_metric
+
+    metric = parse_metric(options.metric)
+    levels = [parse_share(part, "--level") for given in options.level or ["0.9"] for part in given.split(",")]
+    found = curve.curves(read_runs(options.folders), metric)
+    render = curve.as_json if options.format == "json" else curve.text
+    print(render(found, metric, levels, extrapolate=options.extrapolate), end="")
+    return OK
+
+
+def _recommend(options: argparse.Namespace, command: str) -> int:
+    from icr_bench.harness import curve, recommend
+    from icr_bench.harness.answers import read_runs
+    from icr_bench.harness.metrics import parse_metric
+
+    (n, *more) = parse_sizes(options.n)
+    if more or not isinstance(n, int):
+        raise UsageError(f"-n {options.n!r}: expected one number of documents, such as 5k")
+    wish = recommend.Wish(
+        n,
+        parse_metric(options.metric),
+        None if options.min is None else parse_share(options.min, "--min"),
+        None if options.max_latency is None else recommend.parse_seconds(options.max_latency),
+        None if options.max_memory is None else parse_bytes(options.max_memory, "--max-memory"),
+    )
+    advices = recommend.advise(curve.curves(read_runs(options.folders), wish.metric), wish)
+    print(recommend.as_json(advices) if options.format == "json" else recommend.text(advices), end="")
+    return recommend.exit_code(advices)
 
 
 def _export(options: argparse.Namespace, command: str) -> int:

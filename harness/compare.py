@@ -12,14 +12,13 @@ from typing import Any, Literal
 from xml.etree import ElementTree
 
 import numpy as np
-from tabulate import tabulate
 
 from icr_bench.benchmarks.base import DataError
 from icr_bench.harness import metrics
 from icr_bench.harness.answers import Entry
 from icr_bench.harness.errors import FAILED, OK, UsageError
 from icr_bench.harness.folder import Record
-from icr_bench.harness.tables import human_bytes, one_line
+from icr_bench.harness.tables import github, human_bytes, one_line
 
 LEVEL = 0.05
 """Evidence asked of a difference: its p-value after Holm's correction."""
@@ -392,7 +391,7 @@ def text(comparison: Comparison) -> str:
         for d in pair.differences:
             verdict = "worse" if d.worse else "better" if d.better else ""
             body.append([pair.name, d.metric, f"{d.base:.3f}", f"{d.new:.3f}", d.change, _p(d.holm), verdict])
-    parts.append("\n" + _table(body, head))
+    parts.append("\n" + github(head, body))
     if costs := _costs(comparison.pairs):
         parts.append("\n" + costs)
     for pair in comparison.pairs:
@@ -403,11 +402,6 @@ def text(comparison: Comparison) -> str:
     return "".join(parts) + "\n\n" + "".join(f"- {note}\n" for note in comparison.notes)
 
 
-def _table(body: list[list[str]], head: list[str]) -> str:
-    lines = [[one_line(entry).replace("|", "\\|") for entry in line] for line in body]
-    return tabulate(lines, head, tablefmt="github", disable_numparse=True) + "\n"
-
-
 def _costs(pairs: Sequence[Pair]) -> str:
     shown: dict[str, Any] = {"memory": human_bytes, "index_bytes": human_bytes}
     body = []
@@ -415,7 +409,7 @@ def _costs(pairs: Sequence[Pair]) -> str:
         for r in pair.ratios:
             how = shown.get(r.name, lambda seconds: f"{seconds:.3g} s")
             body.append([pair.name, r.name, how(r.base), how(r.new), f"x{r.ratio:.2f}", "worse" if r.worse else ""])
-    return _table(body, ["cell", "cost", "base", "new", "ratio", "verdict"]) if body else ""
+    return github(["cell", "cost", "base", "new", "ratio", "verdict"], body) if body else ""
 
 
 def as_json(comparison: Comparison) -> str:

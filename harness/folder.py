@@ -224,8 +224,8 @@ def _answers(record: Record) -> Identity:
     return (record["benchmark"], record["retriever"]), json.dumps(made, sort_keys=True)
 
 
-def merge(paths: Sequence[Path]) -> list[Record]:
-    """Records of several runs; what only shares a name is told apart by the folder.
+def merge(paths: Sequence[Path]) -> list[tuple[Path, Record]]:
+    """Records of several runs, each with its folder; what only shares a name is told apart by the folder.
 
     A benchmark is renamed if runs made it from different options or data, a retriever if runs gave it different
     options, weights or code, or hold the same cell of it.
@@ -246,11 +246,14 @@ def merge(paths: Sequence[Path]) -> list[Record]:
     unlike |= {(key[0], key[2]) for key, count in cells.items() if count > 1}
     names = _short_names(list(runs))
     return [
-        r
-        | {
-            "benchmark": r["benchmark"] + f" [{names[path]}]" * (r["benchmark"] in several),
-            "retriever": r["retriever"] + f" [{names[path]}]" * ((r["benchmark"], r["retriever"]) in unlike),
-        }
+        (
+            path,
+            r
+            | {
+                "benchmark": r["benchmark"] + f" [{names[path]}]" * (r["benchmark"] in several),
+                "retriever": r["retriever"] + f" [{names[path]}]" * ((r["benchmark"], r["retriever"]) in unlike),
+            },
+        )
         for path, records in runs.items()
         for r in records
     ]

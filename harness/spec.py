@@ -116,11 +116,22 @@ def parse_numbers(value: object, what: str, lowest: int) -> tuple[int, ...]:
 _BYTES = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,12})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
 
-def parse_bytes(value: object) -> int:
+def parse_bytes(value: object, what: str = "--memory-limit") -> int:
     """``8GB``, ``512MiB`` or plain bytes."""
     match = _BYTES.fullmatch(str(value).strip())
     unit = (1024 if match[3] else 1000) ** " kmgt".index(match[2].lower() or " ") if match else 0
     size = int(Decimal(match[1]) * unit) if match else 0
     if size < 1:
-        raise UsageError(f"--memory-limit: {value!r} is no number of bytes; write 8GB, 512MiB or 1000000")
+        raise UsageError(f"{what}: {value!r} is no number of bytes; write 8GB, 512MiB or 1000000")
     return size
+
+
+def parse_share(text: str, what: str) -> float:
+    """A number between 0 and 1, neither of them."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise UsageError(f"{what} {text!r}: expected a number between 0 and 1, such as 0.9")
+    return share

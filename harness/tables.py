@@ -48,9 +48,7 @@ class Table:
         if form == "latex":
             notes = "".join(f"% {note}\n" for note in [title, *told])
             return notes + tabulate(body, head, tablefmt="latex_booktabs", disable_numparse=True) + "\n"
-        body = [[text.replace("|", "\\|") for text in line] for line in body]
-        drawn = tabulate(body, head, tablefmt="github", disable_numparse=True)
-        return f"### {title}\n\n{drawn}\n\n" + "".join(f"- {note}\n" for note in told)
+        return f"### {title}\n\n{github(head, body)}\n" + "".join(f"- {note}\n" for note in told)
 
     def _csv(self) -> str:
         out = io.StringIO()
@@ -79,6 +77,12 @@ class Table:
             if cell
         ]
         return {"benchmark": self.benchmark, "table": self.name, "cells": cells, "notes": self.notes}
+
+
+def github(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    """A Markdown table that ends with a line feed."""
+    lines = [[one_line(text).replace("|", "\\|") for text in line] for line in body]
+    return tabulate(lines, head, tablefmt="github", disable_numparse=True) + "\n"
 
 
 def one_line(text: str) -> str:

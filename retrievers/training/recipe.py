@@ -89,6 +89,7 @@ class Stage:
     alphabets: float = 0.0  # share of steps whose codes come from few digits a position
     sink: Ramp = field(default_factory=lambda: Ramp(0))  # strength of the gate
     gates: tuple[Mapping[str, float], ...] = ()  # ``{by: step, mass: at least}``
+    recompute: bool = False  # documents' layers once more on the way back: a third slower, memory of one layer
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,6 @@ class Recipe:
     clip: float = 1.0
     exclude: tuple[str, ...] = ()  # benchmarks, as specs, of which no query or document may be trained on
     accumulate: int = 1  # batches a step
-    recompute: bool = False
     seed: int = 0
     log_every: int = 10
     check_every: int = 100  # steps between two checks of hit@1 on held-out queries

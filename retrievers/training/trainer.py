@@ -197,7 +197,7 @@ class Trainer:
             config = Config(sink_n=n_eff, sink_strength=stage.sink.at(local))
             whole = part == recipe.accumulate - 1 or self.world == 1
             with nullcontext() if whole else module.no_sync():
-                loss, shown = module(batch, codes, weights, config, rng, recipe.recompute)
+                loss, shown = module(batch, codes, weights, config, rng, stage.recompute)
                 if not torch.isfinite(loss):
                     raise Stopped(self._saved_batch(batch, codes, shown))
                 (loss / recipe.accumulate).backward()

@@ -1,0 +1,272 @@
+"""Recall against N as one object: where it falls below a level, where two retrievers cross, and how costs grow."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from icr_bench.harness import metrics
+from icr_bench.harness.answers import Entry
+from icr_bench.harness.errors import UsageError
+from icr_bench.harness.folder import Record
+from icr_bench.harness.tables import github, human_bytes, one_line
+
+RESAMPLES = 2_000
+
+FARTHEST = 100
+"""How many times the largest measured N an extrapolation may reach."""
+
+BELOW, ABOVE = -math.inf, math.inf
+"""Positions before the smallest and beyond the largest measured N."""
+
+COSTS: dict[str, tuple[str, str]] = {
+    "query p50": ("time", "query_p50_s"),
+    "index": ("time", "index_s"),
+    "index bytes": ("memory", "index_bytes"),
+    "peak memory": ("memory", "peak_rss_bytes"),
+}
+"""Costs whose growth is fitted -> where a record holds them."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric of one retriever on one benchmark at every measured N, over the same queries."""
+
+    benchmark: str
+    retriever: str
+    seed: int
+    queries: tuple[str, ...]
+    sizes: tuple[int, ...]  # ascending
+    values: metrics.Floats  # (sizes, queries)
+    records: tuple[Record, ...]  # one a size
+
+    @property
+    def name(self) -> str:
+        return self.retriever + (f" (seed {self.seed})" if self.seed else "")
+
+    @property
+    def means(self) -> metrics.Floats:
+        """The metric at every size, (sizes,)."""
+        return self.values.mean(1)
+
+
+@dataclass(frozen=True)
+class Position:
+    """An N with its 95% interval; infinities are positions outside the measured range."""
+
+    n: float
+    low: float
+    high: float
+    extrapolated: bool = False
+
+
+def curves(entries: Sequence[Entry], metric: str) -> list[Curve]:
+    """The curves of all cells that were finished; several seeds are curves of their own.
+
+    Raises:
+        UsageError: the cells of a curve were asked different queries, or rankings are not as deep as the metric.
+    """
+    groups: dict[tuple[str, str, int], list[Entry]] = {}
+    for entry in entries:
+        if entry.graded:
+            record = entry.record
+            groups.setdefault((record["benchmark"], record["retriever"], record["seed"]), []).append(entry)
+    found = []
+    for (benchmark, retriever, seed), own in groups.items():
+        own.sort(key=lambda entry: int(entry.record["n"]))
+        graded = [entry.graded for entry in own if entry.graded]
+        asked = {tuple(one.queries) for one in graded}
+        if len(asked) > 1:
+            raise UsageError(f"{benchmark}, {retriever}: the cells were asked different queries, and make no curve")
+        values = np.stack([one.values(metric) for one in graded])
+        sizes = tuple(int(entry.record["n"]) for entry in own)
+        found.append(
+            Curve(benchmark, retriever, seed, asked.pop(), sizes, values, tuple(entry.record for entry in own))
+        )
+    return found
+
+
+def falls_below(curve: Curve, level: float, *, extrapolate: bool = False) -> Position:
+    """The smallest N at which the curve is below a level, linear in the logit of the metric against log N.
+
+    Args:
+        level: between 0 and 1.
+        extrapolate: go on beyond the largest N along the last two sizes, to `FARTHEST` times it.
+    """
+    count = len(curve.queries)
+    goal = _logit(np.array(level), count)
+    return _position(curve.sizes, goal - _logit(_draws(count) @ curve.values.T, count), extrapolate)
+
+
+def crossover(one: Curve, other: Curve, *, extrapolate: bool = False) -> tuple[Position, bool]:
+    """The smallest N at which the curve that leads at the smallest shared N does so no longer, and whether that is the
+    first of the two. Queries are resampled together.
+
+    Raises:
+        UsageError: the curves share fewer than two sizes, or were asked different queries.
+    """
+    shared = [n for n in one.sizes if n in other.sizes]
+    if one.queries != other.queries or len(shared) < 2:
+        raise UsageError(f"{one.name} and {other.name}: a crossover takes the same queries and two shared sizes")
+    count = len(one.queries)
+    draws = _draws(count)
+    first, second = (
+        _logit(draws @ curve.values[[curve.sizes.index(n) for n in shared]].T, count) for curve in (one, other)
+    )
+    ahead = first - second  # (1 + resamples, sizes)
+    leads = next((float(value) for value in ahead[0] if abs(value) > 1e-9), 0.0) > 0
+    return _position(shared, -ahead if leads else ahead, extrapolate), leads
+
+
+def exponent(curve: Curve, cost: str) -> float | None:
+    """The power of N with which a cost grows: least squares of log cost on log N; None with fewer than three sizes."""
+    part, key = COSTS[cost]
+    points = [
+        (math.log(n), math.log(v)) for n, r in zip(curve.sizes, curve.records, strict=True) if (v := r[part][key])
+    ]
+    if len(points) < 3:
+        return None
+    x, y = np.array(points).T
+    return float(np.polyfit(x, y, 1)[0])
+
+
+def _draws(count: int) -> metrics.Floats:
+    """Weights of queries, (1 + RESAMPLES, count): first all the same, then bootstrap resamples."""
+    drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
+    return np.concatenate([np.ones((1, count)), drawn]) / count
+
+
+def _logit(share: metrics.Floats, count: int) -> metrics.Floats:
+    """Logit of a mean over queries, with half a query added to both sides so that 0 and 1 have one."""
+    inner = (share * count + 0.5) / (count + 1)
+    logits: metrics.Floats = np.log(inner / (1 - inner))
+    return logits
+
+
+def _position(sizes: Sequence[int], over: metrics.Floats, extrapolate: bool) -> Position:
+    """Where each row first becomes more than 0, the first row being the curve itself and the others its resamples."""
+    logs = np.log(sizes)
+    found = np.array([_first(logs, row, extrapolate) for row in over])
+    low, high = np.quantile(found[1:], [0.025, 0.975], method="inverted_cdf")  # one of them, since some are infinite
+    n, low, high = (math.exp(x) if math.isfinite(x) else x for x in map(float, (found[0], low, high)))
+    beyond = extrapolate and any(math.isfinite(x) and x > sizes[-1] * (1 + 1e-9) for x in (n, low, high))
+    return Position(n, low, high, beyond)
+
+
+def _first(logs: metrics.Floats, over: metrics.Floats, extrapolate: bool) -> float:
+    rounding = 1e-9  # of logits that are equal
+    if over[0] > rounding:
+        return BELOW
+    for place in np.flatnonzero(over > rounding)[:1]:
+        share = over[place - 1] / (over[place - 1] - over[place])
+        return float(logs[place - 1] + share * (logs[place] - logs[place - 1]))
+    if extrapolate and len(logs) > 1 and over[-1] > over[-2]:
+        further = -over[-1] * (logs[-1] - logs[-2]) / (over[-1] - over[-2])
+        if further <= math.log(FARTHEST):
+            return float(logs[-1] + further)
+    return ABOVE
+
+
+# Output
+
+
+def text(found: Sequence[Curve], metric: str, levels: Sequence[float], *, extrapolate: bool = False) -> str:
+    """Markdown of all of it."""
+    parts = []
+    for benchmark in dict.fromkeys(curve.benchmark for curve in found):
+        own = [curve for curve in found if curve.benchmark == benchmark]
+        parts.append(f"### {one_line(benchmark)}: {metric}\n")
+        head = ["retriever", *(f"falls below {level:g} at N" for level in levels)]
+        body = []
+        for curve in own:
+            falls = (falls_below(curve, level, extrapolate=extrapolate) for level in levels)
+            body.append([curve.name, *(_shown(one, curve.sizes, "below") for one in falls)])
+        parts.append(github(head, body))
+        if crossings := [
+            [leader.name, second.name, _shown(position, shared, "behind")]
+            for leader, second, shared, position in _crossings(own, extrapolate)
+        ]:
+            parts.append(github(["leads at first", "over", "no longer at N"], crossings))
+        parts.append(github(["retriever", "N", "seconds per 1,000 queries", "index"], list(_costs(own))))
+        growth = [[c.name, *("" if (e := exponent(c, cost)) is None else f"{e:.2f}" for cost in COSTS)] for c in own]
+        parts.append(github(["retriever", *(f"{cost} ~ N^" for cost in COSTS)], growth))
+    beyond = f"; (extrapolated): along the last two sizes, to {FARTHEST} times the largest N" if extrapolate else ""
+    parts.append(
+        f"- N between sizes: linear in the logit of {metric} against log N; [low, high]: 95% bootstrap over queries, "
+        f"{RESAMPLES:,} resamples{beyond}\n"
+        "- seconds per 1,000 queries: in batches; growth: least squares of log cost on log N, three sizes or more; "
+        "peak memory holds what the program itself takes\n"
+    )
+    return "\n".join(parts)
+
+
+def as_json(found: Sequence[Curve], metric: str, levels: Sequence[float], *, extrapolate: bool = False) -> str:
+    """Everything, for programs; a position outside the measured range is null."""
+    told = []
+    for curve in found:
+        falls = {f"{level:g}": _plain(falls_below(curve, level, extrapolate=extrapolate)) for level in levels}
+        points = [
+            {
+                "n": n,
+                "value": float(value),
+                "queries_per_s": record["time"]["queries_per_s"],
+                "query_p50_s": record["time"]["query_p50_s"],
+                "index_bytes": record["memory"]["index_bytes"],
+            }
+            for n, value, record in zip(curve.sizes, curve.means, curve.records, strict=True)
+        ]
+        growth = {cost: exponent(curve, cost) for cost in COSTS}
+        told.append(
+            {"benchmark": curve.benchmark, "retriever": curve.retriever, "seed": curve.seed, "points": points}
+            | {"falls_below": falls, "growth": growth}
+        )
+    crossings = [
+        {"benchmark": one.benchmark, "leads": one.name, "over": other.name, **_plain(position)}
+        for benchmark in dict.fromkeys(curve.benchmark for curve in found)
+        for one, other, _, position in _crossings([c for c in found if c.benchmark == benchmark], extrapolate)
+    ]
+    return json.dumps({"metric": metric, "curves": told, "crossovers": crossings}, indent=1) + "\n"
+
+
+def _plain(position: Position) -> dict[str, Any]:
+    told = asdict(position)
+    side = {BELOW: "below the smallest", ABOVE: "beyond the largest"}.get(position.n, "measured range")
+    return {k: None if isinstance(v, float) and math.isinf(v) else v for k, v in told.items()} | {"where": side}
+
+
+def _crossings(own: Sequence[Curve], extrapolate: bool) -> Iterator[tuple[Curve, Curve, list[int], Position]]:
+    """Of every pair that can be compared: who leads at first, the other, their shared sizes, and until when."""
+    for one, other in itertools.combinations(own, 2):
+        shared = [n for n in one.sizes if n in other.sizes]
+        if one.queries == other.queries and len(shared) > 1:
+            position, first = crossover(one, other, extrapolate=extrapolate)
+            yield (one, other, shared, position) if first else (other, one, shared, position)
+
+
+def _shown(position: Position, sizes: Sequence[int], state: str) -> str:
+    def number(n: float) -> str:
+        if n == BELOW:
+            return f"< {sizes[0]:,}"
+        return f"> {sizes[-1]:,}" if n == ABOVE else f"{float(f'{n:.3g}'):,.0f}"
+
+    if math.isfinite(position.n):
+        shown = number(position.n)
+    else:
+        side = f"{state} at {sizes[0]:,} already" if position.n == BELOW else f"not {state} up to {sizes[-1]:,}"
+        shown = f"not within the measured range: {side}"
+    mark = " (extrapolated)" if position.extrapolated else ""
+    return f"{shown} [{number(position.low)}, {number(position.high)}]{mark}"
+
+
+def _costs(own: Sequence[Curve]) -> Iterator[list[str]]:
+    for curve in own:
+        for n, record in zip(curve.sizes, curve.records, strict=True):
+            rate = record["time"]["queries_per_s"]
+            seconds = f"{1000 / rate:.3g}" if rate else ""
+            yield [curve.name, f"{n:,}", seconds, human_bytes(record["memory"]["index_bytes"])]
