@@ -129,8 +129,13 @@ def _death(code: int, log: Path) -> tuple[str, str]:
 
 
 def last_line(log: Path) -> str:
-    """The last line that is not empty of a log, read from its end."""
+    """The last line that is not empty of a log."""
+    lines = last_lines(log)
+    return lines[-1][:300] if lines else ""
+
+
+def last_lines(log: Path, count: int = 20) -> list[str]:
+    """The last lines of a log, read from its end, of at most 4 kB together."""
     with log.open("rb") as stream:
         stream.seek(max(log.stat().st_size - 4096, 0))
-        lines = stream.read().decode("utf-8", "replace").strip().splitlines()
-    return lines[-1][:300] if lines else ""
+        return stream.read().decode("utf-8", "replace").strip().splitlines()[-count:]

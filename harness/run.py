@@ -15,7 +15,7 @@ from icr_bench.harness import metrics
 from icr_bench.harness.cell import Job
 from icr_bench.harness.display import Lines
 from icr_bench.harness.environment import environment, machine_id
-from icr_bench.harness.errors import FAILED, OK
+from icr_bench.harness.errors import FAILED, OK, UsageError
 from icr_bench.harness.folder import Folder, Record, row
 from icr_bench.harness.prepare import (
     Answering,
@@ -27,7 +27,7 @@ from icr_bench.harness.prepare import (
     prepare_retriever,
     takes_place,
 )
-from icr_bench.harness.process import Limits, run_cell
+from icr_bench.harness.process import Limits, last_lines, run_cell
 from icr_bench.harness.registry import Registry
 from icr_bench.harness.spec import Spec
 from icr_bench.harness.suite import Suite
@@ -76,8 +76,14 @@ def run(suite: Suite, out: Path, command: str, display: Lines, *, fresh: bool, r
                     outcome.reused += 1
                     continue
                 display.cell_started(draft, number, total)
-                record, rankings = compute(suite, draft, asked, task, retriever, folder, display)
-                folder.keep(record, rankings, task)
+                try:
+                    record, rankings = compute(suite, draft, asked, task, retriever, folder, display)
+                    folder.keep(record, rankings, task)
+                except OSError as error:  # a full disk, say
+                    raise UsageError(
+                        f"output folder {out}: {error.strerror or error}; finished cells are kept, the same command "
+                        "goes on from there"
+                    ) from None
                 outcome.records.append(record)
                 outcome.computed += 1
                 display.cell_ended(record)
@@ -194,7 +200,7 @@ def compute(
     record["memory"] = {"index_bytes": None, **result["memory"]}
     declared = len(task.queries)
     if result["status"] != "ok":
-        record["log"] = f"logs/{log.name}"
+        record["log"], record["log_tail"] = f"logs/{log.name}", last_lines(log)
         record |= dict.fromkeys(("metrics", "ceiling", "tie_rate", "time", "tokens", "truncated", "estimate"))
         record["queries"] = {"declared": declared, "scored": 0, "empty": 0, "failed": declared}
         return record, []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -204,6 +206,12 @@ def test_the_log_of_a_failed_cell_holds_its_traceback(
     assert "plugin.py" in log
 
 
+def test_a_failed_row_holds_the_last_lines_of_its_log(rows: dict[str, Record]) -> None:
+    assert rows["kills-itself"]["log_tail"] == ["last words"]
+    assert rows["raises-in-index"]["log_tail"][-1] == "KeyError: 'gone'"
+    assert all(len("".join(rows[name]["log_tail"])) < 5_000 for name in FAULTS)
+
+
 def test_a_cell_beyond_its_limit_is_charged_with_what_it_held(rows: dict[str, Record]) -> None:
     row = rows["beyond-the-limit"]
     used = int(row["error"].removeprefix("used ").split()[0].replace(",", ""))
@@ -367,6 +375,8 @@ if (HERE / 'hang').exists():
 )
 
 
+RUN = "from icr_bench.harness.cli import main; sys.exit(main(sys.argv[1:]))"
+
 COMMAND = (sys.executable, "-m", "icr_bench.harness.cli")
 
 
@@ -432,3 +442,73 @@ def test_two_runs_at_once_the_second_refuses(hanging: Hanging, capsys: pytest.Ca
     assert "another run" in capsys.readouterr().err
     assert hanging.process.poll() is None
     assert all(alive(pid) for pid in hanging.pids)
+
+
+# The same records, whatever happened on the way
+
+MEASURED = ("time", "memory", "started", "environment", "command", "log", "estimate")
+"""What differs between two runs of one cell."""
+
+ROWS = ["bm25", "bm25:k1=1.2,label=other", "bm25:b=0.9,label=third", "healthy"]
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """What a run came to but for its measurements: records, rankings and judgments, and that nothing else is there."""
+    kept = {}
+    for record in records(folder):
+        name = f"{record['retriever']} {record['n']}"
+        own = {key: value for key, value in record.items() if key not in MEASURED}
+        files = [(folder / "out" / own[key]).read_text() for key in ("rankings", "judgments")]
+        kept[name] = own, files
+    return kept
+
+
+def dies_at(arguments: list[str], seconds: float) -> bool:
+    """Whether a run was still going when it was killed after so long."""
+    process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    return process.wait() != 0
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_thirty_moments_ends_with_the_same_records(tmp_path: Path) -> None:
+    quiet, killed = tmp_path / "quiet", tmp_path / "killed"
+    for folder in (quiet, killed):
+        folder.mkdir()
+    arguments = command(quiet, ROWS, {}, "-n", "2,4,6")
+    assert main(arguments) == 0
+    expected = outcome(quiet)
+    assert len(expected) == 12
+
+    arguments = command(killed, ROWS, {}, "-n", "2,4,6")
+    arguments[arguments.index("-b") + 1] = f"beir:path={quiet / 'data'}"
+    arguments[arguments.index("--plugin") + 1] = str(quiet / "plugin.py")
+    rng, kills = random.Random(7), 0
+    while kills < 30:
+        if dies_at(arguments, rng.uniform(0.2, 4)):
+            kills += 1
+        else:  # it came to its end before the moment did
+            assert outcome(killed) == expected
+            shutil.rmtree(killed / "out")
+    assert main(arguments) == 0
+    assert outcome(killed) == expected
+    assert {entry.name for entry in (killed / "out").iterdir()} == {entry.name for entry in (quiet / "out").iterdir()}
+
+
+def test_a_full_disk_loses_no_finished_cell_and_is_told(tmp_path: Path) -> None:
+    arguments = command(tmp_path, ROWS, {}, "-n", "2,4,6")
+    limited = f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (14_000, 14_000)); {RUN}"
+    ended = subprocess.run([sys.executable, "-c", limited, *arguments], capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "out: File too large; finished cells are kept, the same command goes on from there" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    lines = (tmp_path / "out" / "cells.jsonl").read_text().split("\n")
+    kept = [json.loads(line) for line in lines[:-1]]
+    assert 1 < len(kept) < 12
+    assert all(record["status"] == "ok" for record in kept)
+    again = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=True)
+    assert f"{12 - len(kept)} cells computed, {len(kept)} there already" in again.stdout
+    assert records(tmp_path)[: len(kept)] == kept
