@@ -145,6 +145,9 @@ def parser() -> argparse.ArgumentParser:
     describe = command("describe", "what a retriever, benchmark, suite or metric is, and its options")
     describe.add_argument("name", metavar="NAME", help="any name that icr-bench list prints")
 
+    doctor = command("doctor", "this machine, its software, and which extras are missing")
+    doctor.add_argument("--format", choices=("text", "json"), default="text", help="json is what records hold")
+
     validate = command("validate", "check a retriever against the contract that every retriever must keep")
     validate.add_argument("spec", metavar="NAME", help="NAME or NAME:key=value,key=value")
 
@@ -413,6 +416,19 @@ def _type(annotation: Any) -> str:
         return f"{_type(typing.get_args(annotation)[0])}s joined by +"
     name = getattr(annotation, "__name__", str(annotation))
     return _WORDS.get(name, name)
+
+
+def _doctor(options: argparse.Namespace, command: str) -> int:
+    from icr_bench.harness import environment
+
+    told = environment.environment()
+    if options.format == "json":
+        import json
+
+        print(json.dumps(told, indent=1))
+    else:
+        print(environment.doctor(told), end="")
+    return OK
 
 
 def _validate(options: argparse.Namespace, command: str) -> int:

@@ -1,14 +1,16 @@
-"""Where a cell ran: machine, versions, source."""
+"""Where a cell ran: machine, versions, source; `icr-bench doctor` shows the same."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import platform
+import re
+import shutil
 import subprocess
 from collections.abc import Iterable
 from functools import cache
-from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.metadata import PackageNotFoundError, distribution, metadata, requires, version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,10 @@ LIBRARIES = (
 """Packages whose version can change a result."""
 
 
+UNITS = ("amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "sme", "bf16", "i8mm", "asimd")
+"""Names by which Linux tells what a processor multiplies matrices with."""
+
+
 @cache
 def environment() -> dict[str, Any]:
     """The machine and the software, as a record keeps them."""
@@ -41,8 +47,14 @@ def environment() -> dict[str, Any]:
             "cores": psutil.cpu_count(logical=False),
             "threads": os.cpu_count(),
             "memory_bytes": psutil.virtual_memory().total,
+            "free_bytes": psutil.virtual_memory().available,
+            "usable_threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "matrix_units": matrix_units(),
+            "gpus": gpus(),
+            "compiler": shutil.which("cc"),
         },
         "packages": libraries(),
+        "missing_extras": missing_extras(),
         "git": _git(),
         "thread_settings": {k: os.environ[k] for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if k in os.environ},
     }
@@ -53,11 +65,73 @@ def libraries() -> dict[str, str]:
     return {name: found for name in LIBRARIES if (found := _version(name))}
 
 
+def matrix_units() -> list[str]:
+    """What this processor multiplies matrices with, of `UNITS`; empty where the system does not tell."""
+    told = re.search(r"^(?:flags|Features)\s*:(.*)$", _cpuinfo(), re.M)
+    known = set(told[1].split()) if told else set()
+    return [unit for unit in UNITS if unit in known]
+
+
+def gpus() -> list[dict[str, Any]]:
+    """NVIDIA's GPUs with their memory and driver, as ``nvidia-smi`` tells them without PyTorch being imported."""
+    asked = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    found = []
+    for line in told.splitlines():
+        name, memory, driver = (part.strip() for part in line.rsplit(",", 2))
+        found.append(
+            {"name": name, "memory_bytes": int(memory) * 2**20 if memory.isdigit() else None, "driver": driver}
+        )
+    return found
+
+
+def missing_extras() -> dict[str, list[str]]:
+    """Extras of this package of which something is not installed -> what."""
+    found: dict[str, list[str]] = {}
+    for extra in metadata("icr-bench").get_all("Provides-Extra") or []:
+        needed = [line for line in requires("icr-bench") or [] if re.search(rf"extra == [\"']{extra}[\"']", line)]
+        names = [match[0] for line in needed if (match := re.match(r"[\w.-]+", line))]
+        if missing := [name for name in names if _version(name) is None]:
+            found[extra] = missing
+    return found
+
+
+def doctor(told: dict[str, Any]) -> str:
+    """An environment in words."""
+    machine = told["machine"]
+    units = ", ".join(machine["matrix_units"]) or "unknown"
+    slow = machine["matrix_units"] and not any("bf16" in unit for unit in machine["matrix_units"])
+    lines = [
+        f"icr-bench {told['icr_bench']}, Python {told['python']}, {told['platform']}",
+        f"processor: {machine['processor']}, {machine['cores']} cores, {machine['usable_threads']} of "
+        f"{machine['threads']} threads usable"
+        + "".join(f", {name}={value}" for name, value in told["thread_settings"].items()),
+        f"matrix units: {units}" + ("; none for bfloat16, which is slow on this processor" if slow else ""),
+        f"memory: {machine['memory_bytes'] / 1e9:.1f} GB, {machine['free_bytes'] / 1e9:.1f} GB free",
+        "GPUs: "
+        + (
+            "; ".join(f"{gpu['name']}, {(gpu['memory_bytes'] or 0) / 1e9:.0f} GB" for gpu in machine["gpus"])
+            or "none that nvidia-smi knows of"
+        ),
+        f"C compiler: {machine['compiler'] or 'none; the cache is read by slower code'}",
+        "packages: " + ", ".join(f"{name} {found}" for name, found in told["packages"].items()),
+    ]
+    lines += [
+        f"extra {extra}: without {', '.join(missing)}; pip install 'icr-bench[{extra}]'"
+        for extra, missing in told["missing_extras"].items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
 @cache
 def machine_id() -> str:
-    """What two machines share whose times may be compared: processor, threads and gigabytes of memory."""
+    """What two machines share whose times may be compared: processor, threads, gigabytes of memory, and GPUs."""
     memory = round(psutil.virtual_memory().total / 2**30)
-    return hashlib.sha256(f"{_processor()} {os.cpu_count()} {memory}".encode()).hexdigest()[:12]
+    told = " ".join([f"{_processor()} {os.cpu_count()} {memory}", *(gpu["name"] for gpu in gpus())])
+    return hashlib.sha256(told.encode()).hexdigest()[:12]
 
 
 @cache
@@ -92,13 +166,15 @@ def _version(package: str) -> str | None:
 
 
 def _processor() -> str:
+    told = re.search(r"^model name\s*:(.*)$", _cpuinfo(), re.M)
+    return told[1].strip() if told else platform.processor() or platform.machine()
+
+
+def _cpuinfo() -> str:
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        return Path("/proc/cpuinfo").read_text()
     except OSError:
-        pass  # not Linux
-    return platform.processor() or platform.machine()
+        return ""  # not Linux
 
 
 def _git() -> dict[str, Any] | None:
