@@ -94,6 +94,10 @@ def parser() -> argparse.ArgumentParser:
     plot.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help=".png, .svg or .pdf")
     plot.add_argument("--metric", metavar="M", default="hit@1", help="such as hit@1 (the default)")
 
+    report = command("report", "runs as one HTML page that needs no network (extra report)")
+    report.add_argument("folders", nargs="+", metavar="DIR", type=Path, help="folders of runs")
+    report.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help=".html")
+
     baseline = command("baseline", "write what compare needs of a run into one file, to be committed")
     baseline.add_argument("folder", metavar="DIR", type=Path, help="folder of a run")
     baseline.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="file to write (JSON)")
@@ -270,6 +274,14 @@ def _plot(options: argparse.Namespace, command: str) -> int:
         return OK
     plot(tables.quality(tables.build(_records(options.folders), [options.metric], command)), options.output)
     print(options.output)
+    return OK
+
+
+def _report(options: argparse.Namespace, command: str) -> int:
+    from icr_bench.harness.report import report
+
+    count = report(options.folders, options.output, command)
+    print(f"{options.output}: {count} cells")
     return OK
 
 

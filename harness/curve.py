@@ -53,7 +53,8 @@ class Curve:
     @property
     def means(self) -> metrics.Floats:
         """The metric at every size, (sizes,)."""
-        return self.values.mean(1)
+        means: metrics.Floats = self.values.mean(1)
+        return means
 
 
 @dataclass(frozen=True)

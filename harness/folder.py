@@ -1,8 +1,10 @@
-"""A run's folder: ``run.json``, ``cells.jsonl`` (append-only), rankings and judgments beside it."""
+"""A run's folder: ``run.json``, ``cells.jsonl`` (append-only), rankings, judgments and texts beside it."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -20,7 +22,7 @@ Row = tuple[str, int, str, int]
 FORMAT = 1
 
 ABOUT, LOCK = "run.json", ".lock"
-OWN = ("cells.jsonl", "rankings", "judgments", "tables", "logs", "work", ABOUT)
+OWN = ("cells.jsonl", "rankings", "judgments", "documents", "tables", "logs", "work", ABOUT)
 """What a run writes, in the order in which it is deleted: the file that makes the folder a run's goes last."""
 
 
@@ -85,12 +87,13 @@ class Folder:
                 f"choose another with -o, or --fresh to delete them"
             )
         write(self.path / ABOUT, json.dumps({"suite": suite, "format": FORMAT, "command": command}) + "\n")
-        for name in ("rankings", "judgments", "logs"):
+        for name in ("rankings", "judgments", "documents", "logs"):
             (self.path / name).mkdir(exist_ok=True)
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir()
         self.cut_bytes = self._cut_torn_line()
         self.latest = {row(record): record for record in read(self.path)}
+        self._texts: dict[str, dict[str, str]] = {}  # file -> the texts that it holds, by document
 
     def __enter__(self) -> Folder:
         return self
@@ -125,10 +128,13 @@ class Folder:
         return len(data) - whole
 
     def keep(self, record: Record, rankings: Iterable[Record], task: Task) -> None:
-        """Write a cell's rankings and judgments, then its record; each is on the disk before the next begins."""
+        """Write a cell's rankings, judgments and texts, then its record; each is on the disk before the next begins."""
         if record["status"] == "ok":
             record["rankings"] = f"rankings/{record['key'][:16]}.jsonl"
             record["judgments"] = f"judgments/{task.fingerprint[:16]}.jsonl"
+            record["documents"] = f"documents/{_corpus(record)}.jsonl"
+            rankings = list(rankings)
+            self._keep_texts(record["documents"], rankings, task)
             write(self.path / record["rankings"], _lines(rankings))
             if not (self.path / record["judgments"]).exists():
                 judged = ({"query": q.id, "text": q.text, "judgments": task.judgments[q.id]} for q in task.queries)
@@ -138,6 +144,45 @@ class Folder:
             stream.flush()
             os.fsync(stream.fileno())
         self.latest[row(record)] = record
+
+    def _keep_texts(self, name: str, rankings: Sequence[Record], task: Task) -> None:
+        """Add the texts of what was returned and of the golds to a file that cells of one corpus share."""
+        if name not in self._texts:
+            self._texts[name] = texts(self.path, name)
+        held = self._texts[name]
+        wanted = {document for line in rankings for document in line["documents"]}
+        wanted |= {document for judged in task.judgments.values() for document in judged}
+        new = {
+            identity: document.text
+            for identity, document in zip(task.ids, task.documents, strict=True)
+            if identity in wanted and held.get(identity) != document.text
+        }
+        with (self.path / name).open("a", encoding="utf-8", newline="\n") as stream:
+            stream.write("\n" * _torn(self.path / name) + _lines({"_id": i, "text": t} for i, t in new.items()))
+            stream.flush()
+            os.fsync(stream.fileno())
+        held |= new
+
+
+def _torn(file: Path) -> bool:
+    """Whether a file's last line has no end."""
+    with file.open("rb") as stream:
+        if not stream.seek(0, os.SEEK_END):
+            return False
+        stream.seek(-1, os.SEEK_END)
+        return stream.read() != b"\n"
+
+
+def texts(path: Path, name: str) -> dict[str, str]:
+    """What a file of a run's folder holds of documents' texts; the last of a document counts, and a line that was torn
+    is none."""
+    found: dict[str, str] = {}
+    file = path / name
+    for line in file.read_text(encoding="utf-8").split("\n") if file.exists() else ():
+        with contextlib.suppress(ValueError):
+            told = json.loads(line)
+            found[told["_id"]] = told["text"]
+    return found
 
 
 def _finite(value: Any) -> Any:
@@ -200,6 +245,11 @@ def latest(path: Path) -> list[Record]:
         newest = dict(kind(record) for record in read(path))
         records = [record for record in records if newest.get(kind(record)[0]) == kind(record)[1]]
     return records
+
+
+def _corpus(record: Record) -> str:
+    """What cells share whose documents have the same ids."""
+    return hashlib.sha256(f"{record['seed']} {_questions(record)[1]}".encode()).hexdigest()[:16]
 
 
 Identity = tuple[tuple[Any, ...], str]

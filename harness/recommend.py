@@ -70,7 +70,8 @@ class Candidate:
     @property
     def memory(self) -> int:
         """The larger of what the process and what a GPU held."""
-        return max(self.record["memory"]["peak_rss_bytes"], self.record["memory"]["device_peak_bytes"] or 0)
+        memory = self.record["memory"]
+        return max(int(memory["peak_rss_bytes"]), int(memory["device_peak_bytes"] or 0))
 
 
 @dataclass(frozen=True)

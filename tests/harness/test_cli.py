@@ -17,7 +17,22 @@ import pytest
 from icr_bench.harness.cli import main, parser
 
 COMMANDS = {
-    *("run", "plan", "train", "table", "plot", "compare", "baseline", "export", "list", "describe", "validate", "lint"),
+    "baseline",
+    "compare",
+    "curve",
+    "describe",
+    "doctor",
+    "export",
+    "lint",
+    "list",
+    "plan",
+    "plot",
+    "recommend",
+    "report",
+    "run",
+    "table",
+    "train",
+    "validate",
 }
 
 RUN_FLAGS = (
