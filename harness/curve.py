@@ -187,10 +187,10 @@ def text(found: Sequence[Curve], metric: str, levels: Sequence[float], *, extrap
         body = []
         for curve in own:
             falls = (falls_below(curve, level, extrapolate=extrapolate) for level in levels)
-            body.append([curve.name, *(_shown(one, curve.sizes, "below") for one in falls)])
+            body.append([curve.name, *(_shown(one, curve.sizes) for one in falls)])
         parts.append(github(head, body))
         if crossings := [
-            [leader.name, second.name, _shown(position, shared, "behind")]
+            [leader.name, second.name, _shown(position, shared, "ahead up to")]
             for leader, second, shared, position in _crossings(own, extrapolate)
         ]:
             parts.append(github(["leads at first", "over", "no longer at N"], crossings))
@@ -250,7 +250,7 @@ def _crossings(own: Sequence[Curve], extrapolate: bool) -> Iterator[tuple[Curve,
             yield (one, other, shared, position) if first else (other, one, shared, position)
 
 
-def _shown(position: Position, sizes: Sequence[int], state: str) -> str:
+def _shown(position: Position, sizes: Sequence[int], until: str = "not below up to") -> str:
     def number(n: float) -> str:
         if n == BELOW:
             return f"< {sizes[0]:,}"
@@ -259,7 +259,7 @@ def _shown(position: Position, sizes: Sequence[int], state: str) -> str:
     if math.isfinite(position.n):
         shown = number(position.n)
     else:
-        side = f"{state} at {sizes[0]:,} already" if position.n == BELOW else f"not {state} up to {sizes[-1]:,}"
+        side = f"below at {sizes[0]:,} already" if position.n == BELOW else f"{until} {sizes[-1]:,}"
         shown = f"not within the measured range: {side}"
     mark = " (extrapolated)" if position.extrapolated else ""
     return f"{shown} [{number(position.low)}, {number(position.high)}]{mark}"
