@@ -23,7 +23,7 @@ from icr_bench.harness.errors import DATA, EXTRA, FAILED, INTERRUPTED, OK, USAGE
 from icr_bench.harness.metrics import DEFINITIONS
 from icr_bench.harness.registry import Kind, Registry
 from icr_bench.harness.spec import parse_bytes, parse_share, parse_sizes, parse_spec
-from icr_bench.retrievers.base import MissingExtra
+from icr_bench.retrievers.base import Inner, MissingExtra
 from icr_bench.retrievers.weights import SHIPPED, CacheFolder, Model, shipped
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 RUNS = Path("results/runs")
 
 EXIT_CODES = (
-    "exit codes: 0 ok; 1 a cell failed; 2 usage (flags, names, keys, sizes, suite file, output folder, plug-in); "
+    "exit codes: 0 ok; 1 a cell failed, a table got worse, or nothing keeps the limits; "
+    "2 usage (flags, names, keys, sizes, suite file, output folder, plug-in); "
     "3 data; 4 a missing extra; 130 interrupted"
 )
 
@@ -320,9 +321,8 @@ def _curve(options: argparse.Namespace, command: str) -> int:
 
     metric = parse_metric(options.metric)
     levels = [parse_share(part, "--level") for given in options.level or ["0.9"] for part in given.split(",")]
-    found = curve.curves(read_runs(options.folders), metric)
     render = curve.as_json if options.format == "json" else curve.text
-    print(render(found, metric, levels, extrapolate=options.extrapolate), end="")
+    print(render(read_runs(options.folders), metric, levels, extrapolate=options.extrapolate), end="")
     return OK
 
 
@@ -341,7 +341,8 @@ def _recommend(options: argparse.Namespace, command: str) -> int:
         None if options.max_latency is None else recommend.parse_seconds(options.max_latency),
         None if options.max_memory is None else parse_bytes(options.max_memory, "--max-memory"),
     )
-    advices = recommend.advise(curve.curves(read_runs(options.folders), wish.metric), wish)
+    entries = read_runs(options.folders)
+    advices = recommend.advise(curve.curves(entries, wish.metric), wish, curve.failures(entries))
     print(recommend.as_json(advices) if options.format == "json" else recommend.text(advices), end="")
     return recommend.exit_code(advices)
 
@@ -422,6 +423,8 @@ def _type(annotation: Any) -> str:
         return " or ".join("none" if a is type(None) else _type(a) for a in typing.get_args(annotation))
     if annotation is Model:
         return "hub id or path"
+    if annotation is Inner:
+        return "retriever"
     if annotation is CacheFolder:
         return "path"
     if typing.get_origin(annotation) is tuple:
@@ -450,7 +453,7 @@ def _validate(options: argparse.Namespace, command: str) -> int:
     registry = Registry(options.plugin or ())
     spec = parse_spec(options.spec)
     registry.resolve("retriever", spec)
-    device, dtype = place("auto", "auto") if takes_place(registry, spec.name) else ("cpu", "float32")
+    device, dtype = place("auto", "auto") if takes_place(registry, spec) else ("cpu", "float32")
     filled = {"device": device, "dtype": dtype, "seed": 0}
     try:
         registry.build("retriever", spec, filled)

@@ -22,6 +22,9 @@ RESAMPLES = 2_000
 FARTHEST = 100
 """How many times the largest measured N an extrapolation may reach."""
 
+ROUNDING = 1e-9
+"""Of logits that are equal."""
+
 BELOW, ABOVE = -math.inf, math.inf
 """Positions before the smallest and beyond the largest measured N."""
 
@@ -105,9 +108,19 @@ def falls_below(curve: Curve, level: float, *, extrapolate: bool = False) -> Pos
     return _position(curve.sizes, goal - _logit(_draws(count) @ curve.values.T, count), extrapolate)
 
 
-def crossover(one: Curve, other: Curve, *, extrapolate: bool = False) -> tuple[Position, bool]:
-    """The smallest N at which the curve that leads at the smallest shared N does so no longer, and whether that is the
-    first of the two. Queries are resampled together.
+@dataclass(frozen=True)
+class Crossing:
+    """A curve that is above another, with evidence, from some measured N on, and where it is so no longer."""
+
+    leader: Curve
+    other: Curve
+    sizes: tuple[int, ...]  # that both have, from the first at which the interval of the difference excludes 0
+    until: Position
+
+
+def crossover(one: Curve, other: Curve, *, extrapolate: bool = False) -> Crossing | None:
+    """Who leads first, and the smallest N at which it does so no longer; None where no shared size tells the two apart.
+    Queries are resampled together.
 
     Raises:
         UsageError: the curves share fewer than two sizes, or were asked different queries.
@@ -121,12 +134,22 @@ def crossover(one: Curve, other: Curve, *, extrapolate: bool = False) -> tuple[P
         _logit(draws @ curve.values[[curve.sizes.index(n) for n in shared]].T, count) for curve in (one, other)
     )
     ahead = first - second  # (1 + resamples, sizes)
-    leads = next((float(value) for value in ahead[0] if abs(value) > 1e-9), 0.0) > 0
-    return _position(shared, -ahead if leads else ahead, extrapolate), leads
+    low, high = np.quantile(ahead[1:], [0.025, 0.975], axis=0)
+    told = np.flatnonzero((low > ROUNDING) | (high < -ROUNDING))
+    if not len(told):
+        return None
+    begin = int(told[0])
+    leads = bool(low[begin] > ROUNDING)
+    sizes = tuple(shared[begin:])
+    until = _position(sizes, (-ahead if leads else ahead)[:, begin:], extrapolate)
+    return Crossing(one, other, sizes, until) if leads else Crossing(other, one, sizes, until)
 
 
 def exponent(curve: Curve, cost: str) -> float | None:
-    """The power of N with which a cost grows: least squares of log cost on log N; None with fewer than three sizes."""
+    """The power of N with which a cost grows: least squares of log cost on log N; None with fewer than three sizes, or
+    where they were measured on several machines."""
+    if len(machines([curve])) > 1:
+        return None
     part, key = COSTS[cost]
     points = [
         (math.log(n), math.log(v)) for n, r in zip(curve.sizes, curve.records, strict=True) if (v := r[part][key])
@@ -135,6 +158,11 @@ def exponent(curve: Curve, cost: str) -> float | None:
         return None
     x, y = np.array(points).T
     return float(np.polyfit(x, y, 1)[0])
+
+
+def machines(found: Sequence[Curve]) -> set[str]:
+    """What identifies the machines that curves were measured on."""
+    return {record["environment"]["machine"]["id"] for curve in found for record in curve.records}
 
 
 def _draws(count: int) -> metrics.Floats:
@@ -161,10 +189,9 @@ def _position(sizes: Sequence[int], over: metrics.Floats, extrapolate: bool) -> 
 
 
 def _first(logs: metrics.Floats, over: metrics.Floats, extrapolate: bool) -> float:
-    rounding = 1e-9  # of logits that are equal
-    if over[0] > rounding:
+    if over[0] > ROUNDING:
         return BELOW
-    for place in np.flatnonzero(over > rounding)[:1]:
+    for place in np.flatnonzero(over > ROUNDING)[:1]:
         share = over[place - 1] / (over[place - 1] - over[place])
         return float(logs[place - 1] + share * (logs[place] - logs[place - 1]))
     if extrapolate and len(logs) > 1 and over[-1] > over[-2]:
@@ -177,23 +204,34 @@ def _first(logs: metrics.Floats, over: metrics.Floats, extrapolate: bool) -> flo
 # Output
 
 
-def text(found: Sequence[Curve], metric: str, levels: Sequence[float], *, extrapolate: bool = False) -> str:
+def failures(entries: Sequence[Entry]) -> dict[str, list[str]]:
+    """Benchmark -> its failed cells, in words."""
+    found: dict[str, list[str]] = {}
+    for record in (entry.record for entry in entries if not entry.graded):
+        seed = f", seed {record['seed']}" if record["seed"] else ""
+        told = f"{record['retriever']} at N={record['n']:,}{seed}: {record['status']}"
+        found.setdefault(record["benchmark"], []).append(told)
+    return found
+
+
+def text(entries: Sequence[Entry], metric: str, levels: Sequence[float], *, extrapolate: bool = False) -> str:
     """Markdown of all of it."""
+    found, failed = curves(entries, metric), failures(entries)
     parts = []
-    for benchmark in dict.fromkeys(curve.benchmark for curve in found):
+    for benchmark in dict.fromkeys([*(curve.benchmark for curve in found), *failed]):
         own = [curve for curve in found if curve.benchmark == benchmark]
         parts.append(f"### {one_line(benchmark)}: {metric}\n")
+        parts += [f"- failed: {one_line(told)}\n" for told in failed.get(benchmark, ())]
+        if not own:
+            continue
         head = ["retriever", *(f"falls below {level:g} at N" for level in levels)]
         body = []
         for curve in own:
             falls = (falls_below(curve, level, extrapolate=extrapolate) for level in levels)
             body.append([curve.name, *(_shown(one, curve.sizes) for one in falls)])
         parts.append(github(head, body))
-        if crossings := [
-            [leader.name, second.name, _shown(position, shared, "ahead up to")]
-            for leader, second, shared, position in _crossings(own, extrapolate)
-        ]:
-            parts.append(github(["leads at first", "over", "no longer at N"], crossings))
+        if crossings := [_crossing(*pair, extrapolate) for pair in _pairs(own)]:
+            parts.append(github(["leads", "over", "from N", "until N"], crossings))
         parts.append(github(["retriever", "N", "seconds per 1,000 queries", "index"], list(_costs(own))))
         growth = [[c.name, *("" if (e := exponent(c, cost)) is None else f"{e:.2f}" for cost in COSTS)] for c in own]
         parts.append(github(["retriever", *(f"{cost} ~ N^" for cost in COSTS)], growth))
@@ -201,15 +239,18 @@ def text(found: Sequence[Curve], metric: str, levels: Sequence[float], *, extrap
     parts.append(
         f"- N between sizes: linear in the logit of {metric} against log N; [low, high]: 95% bootstrap over queries, "
         f"{RESAMPLES:,} resamples{beyond}\n"
+        "- leads: from the first N at which the interval of the difference over the same queries excludes 0\n"
         "- seconds per 1,000 queries: in batches; growth: least squares of log cost on log N, three sizes or more; "
         "peak memory holds what the program itself takes\n"
     )
+    if len(machines(found)) > 1:
+        parts.append("- measured on several machines: costs do not compare, and growth across them is left out\n")
     return "\n".join(parts)
 
 
-def as_json(found: Sequence[Curve], metric: str, levels: Sequence[float], *, extrapolate: bool = False) -> str:
-    """Everything, for programs; a position outside the measured range is null."""
-    told = []
+def as_json(entries: Sequence[Entry], metric: str, levels: Sequence[float], *, extrapolate: bool = False) -> str:
+    """Everything, for programs; a position outside the measured range is "below" or "above"."""
+    found, told = curves(entries, metric), list[dict[str, Any]]()
     for curve in found:
         falls = {f"{level:g}": _plain(falls_below(curve, level, extrapolate=extrapolate)) for level in levels}
         points = [
@@ -227,27 +268,33 @@ def as_json(found: Sequence[Curve], metric: str, levels: Sequence[float], *, ext
             {"benchmark": curve.benchmark, "retriever": curve.retriever, "seed": curve.seed, "points": points}
             | {"falls_below": falls, "growth": growth}
         )
-    crossings = [
-        {"benchmark": one.benchmark, "leads": one.name, "over": other.name, **_plain(position)}
-        for benchmark in dict.fromkeys(curve.benchmark for curve in found)
-        for one, other, _, position in _crossings([c for c in found if c.benchmark == benchmark], extrapolate)
-    ]
-    return json.dumps({"metric": metric, "curves": told, "crossovers": crossings}, indent=1) + "\n"
+    crossings = []
+    for benchmark in dict.fromkeys(curve.benchmark for curve in found):
+        for one, other in _pairs([curve for curve in found if curve.benchmark == benchmark]):
+            if crossing := crossover(one, other, extrapolate=extrapolate):
+                names = {"leads": crossing.leader.name, "over": crossing.other.name, "from": crossing.sizes[0]}
+                crossings.append({"benchmark": benchmark, **names, "until": _plain(crossing.until)})
+    whole = {"metric": metric, "curves": told, "crossovers": crossings, "failed": failures(entries)}
+    return json.dumps(whole, indent=1) + "\n"
 
 
 def _plain(position: Position) -> dict[str, Any]:
-    told = asdict(position)
-    side = {BELOW: "below the smallest", ABOVE: "beyond the largest"}.get(position.n, "measured range")
-    return {k: None if isinstance(v, float) and math.isinf(v) else v for k, v in told.items()} | {"where": side}
+    return {key: {BELOW: "below", ABOVE: "above"}.get(value, value) for key, value in asdict(position).items()}
 
 
-def _crossings(own: Sequence[Curve], extrapolate: bool) -> Iterator[tuple[Curve, Curve, list[int], Position]]:
-    """Of every pair that can be compared: who leads at first, the other, their shared sizes, and until when."""
+def _pairs(own: Sequence[Curve]) -> Iterator[tuple[Curve, Curve]]:
+    """Every two that can be compared."""
     for one, other in itertools.combinations(own, 2):
-        shared = [n for n in one.sizes if n in other.sizes]
-        if one.queries == other.queries and len(shared) > 1:
-            position, first = crossover(one, other, extrapolate=extrapolate)
-            yield (one, other, shared, position) if first else (other, one, shared, position)
+        if one.queries == other.queries and len(set(one.sizes) & set(other.sizes)) > 1:
+            yield one, other
+
+
+def _crossing(one: Curve, other: Curve, extrapolate: bool) -> list[str]:
+    crossing = crossover(one, other, extrapolate=extrapolate)
+    if crossing is None:
+        return [one.name, other.name, "", "cannot be told apart at any N"]
+    until = _shown(crossing.until, crossing.sizes, "not behind up to")
+    return [crossing.leader.name, crossing.other.name, f"{crossing.sizes[0]:,}", until]
 
 
 def _shown(position: Position, sizes: Sequence[int], until: str = "not below up to") -> str:

@@ -72,6 +72,7 @@ def matrix_units() -> list[str]:
     return [unit for unit in UNITS if unit in known]
 
 
+@cache
 def gpus() -> list[dict[str, Any]]:
     """NVIDIA's GPUs with their memory and driver, as ``nvidia-smi`` tells them without PyTorch being imported."""
     asked = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
@@ -81,10 +82,11 @@ def gpus() -> list[dict[str, Any]]:
         return []
     found = []
     for line in told.splitlines():
-        name, memory, driver = (part.strip() for part in line.rsplit(",", 2))
-        found.append(
-            {"name": name, "memory_bytes": int(memory) * 2**20 if memory.isdigit() else None, "driver": driver}
-        )
+        name, *rest = (part.strip() for part in line.rsplit(",", 2))
+        if len(rest) == 2:  # else a message
+            memory, driver = rest
+            size = int(memory) * 2**20 if memory.isdigit() else None
+            found.append({"name": name, "memory_bytes": size, "driver": driver})
     return found
 
 

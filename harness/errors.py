@@ -1,7 +1,7 @@
 """Failures that end a command, and their exit codes.
 
-0 ok · 1 a cell failed, or a regression · 2 usage · 3 data (`DataError`) · 4 a missing extra (`MissingExtra`) ·
-130 interrupted
+0 ok · 1 a cell failed, a regression, or nothing that keeps the limits · 2 usage · 3 data (`DataError`) · 4 a missing
+extra (`MissingExtra`) · 130 interrupted
 """
 
 from __future__ import annotations

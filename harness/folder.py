@@ -161,6 +161,7 @@ class Folder:
             stream.write("\n" * _torn(self.path / name) + _lines({"_id": i, "text": t} for i, t in new.items()))
             stream.flush()
             os.fsync(stream.fileno())
+        _sync((self.path / name).parent)
         held |= new
 
 
@@ -206,7 +207,12 @@ def write(file: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     partial.replace(file)
-    directory = os.open(file.parent, os.O_RDONLY)
+    _sync(file.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Put the names in a folder on the disk."""
+    directory = os.open(folder, os.O_RDONLY)
     os.fsync(directory)
     os.close(directory)
 

@@ -54,9 +54,14 @@ class Answering:
     code: str
 
 
-def takes_place(registry: Registry, name: str) -> bool:
+def takes(registry: Registry, spec: Spec) -> set[str]:
+    """Which of device, dtype and seed a retriever takes, or another that it is made of."""
+    return set[str]().union(*(registry.filled("retriever", one.name) for _, one in registry.within(spec)))
+
+
+def takes_place(registry: Registry, spec: Spec) -> bool:
     """Whether a retriever runs on a device, or with a type of weights, that can be chosen."""
-    return bool({"device", "dtype"} & registry.filled("retriever", name))
+    return bool({"device", "dtype"} & takes(registry, spec))
 
 
 def place(device: str, dtype: str) -> tuple[str, str]:
@@ -81,7 +86,7 @@ def prepare_retriever(registry: Registry, spec: Spec, suite: Suite) -> Answering
     """Check a retriever's options and find what identifies its weights and code."""
     options = registry.resolve("retriever", spec)
     filled = {"device": suite.device, "dtype": suite.dtype, "seed": suite.seeds[0]}
-    weights = {}
+    weights: dict[str, str] = {}
     try:
         registry.build("retriever", spec, filled)
     except MissingExtra:
@@ -90,8 +95,18 @@ def prepare_retriever(registry: Registry, spec: Spec, suite: Suite) -> Answering
         raise UsageError(f"retriever {spec.row}: {error}") from error
     except (Exception, SystemExit):
         pass  # no matter of its options: its cells will fail with it, and keep the log
+    sources: list[Path] = []
+    for path, one in registry.within(spec):
+        weights |= {path + key: value for key, value in _weights(registry, one).items()}
+        sources += registry.sources("retriever", one.name)
+    return Answering(spec, options, takes(registry, spec), weights, code_digest(dict.fromkeys(sources)))
+
+
+def _weights(registry: Registry, spec: Spec) -> dict[str, str]:
+    """What identifies the weights and data that a retriever's own options name."""
+    weights = {}
     known = registry.options("retriever", spec.name)
-    for key, value in options.items():
+    for key, value in registry.resolve("retriever", spec).items():
         annotation = known[key].annotation
         if value is None or annotation in (CacheFolder, CacheFolder | None):
             continue
@@ -100,8 +115,7 @@ def prepare_retriever(registry: Registry, spec: Spec, suite: Suite) -> Answering
                 weights[key] = identify(str(value))
             except OSError as error:
                 raise UsageError(f"retriever {spec.row}: {key}: {error}") from error
-    takes = registry.filled("retriever", spec.name)
-    return Answering(spec, options, takes, weights, code_digest(registry.sources("retriever", spec.name)))
+    return weights
 
 
 def _names_data(key: str, value: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,7 @@ class Advice:
     benchmark: str
     wish: Wish
     candidates: list[Candidate]
+    failed: Sequence[str] = ()  # cells, in words
 
     @property
     def best(self) -> Candidate | None:
@@ -110,13 +111,17 @@ def parse_seconds(text: str) -> float:
     return float(match[1]) / (1000 if match[2] == "ms" else 1)
 
 
-def advise(curves: Sequence[Curve], wish: Wish) -> list[Advice]:
-    """An advice for every benchmark that was measured."""
-    found = []
-    for benchmark in dict.fromkeys(curve.benchmark for curve in curves):
+def advise(curves: Sequence[Curve], wish: Wish, failed: Mapping[str, Sequence[str]] | None = None) -> list[Advice]:
+    """An advice for every benchmark that was measured.
+
+    Args:
+        failed: benchmark -> its failed cells, in words.
+    """
+    found, failed = list[Advice](), failed or {}
+    for benchmark in dict.fromkeys([*(curve.benchmark for curve in curves), *failed]):
         own = [_candidate(curve, wish) for curve in curves if curve.benchmark == benchmark]
         own.sort(key=lambda one: (sum(map(math.log, one.short.values())), -one.value, one.latency))
-        found.append(Advice(benchmark, wish, own))
+        found.append(Advice(benchmark, wish, own, failed.get(benchmark, ())))
     return found
 
 
@@ -173,6 +178,9 @@ def _advice(advice: Advice) -> str:
             lines.append(f"{one_line(one.curve.name)} cannot be told from it over these queries{words}.\n")
         if wish.least is not None and best.low < wish.least:
             lines.append(f"Its interval reaches below {wish.least:g}: more queries would tell.\n")
+    elif not advice.candidates:
+        lines.append("**Nothing was measured**: every cell failed.\n")
+        return "\n".join([*lines, *(f"- failed: {one_line(told)}" for told in advice.failed)]) + "\n"
     else:
         nearest = advice.candidates[0]
         lines.append(
@@ -225,15 +233,16 @@ def _notes(advice: Advice) -> list[str]:
         + (f"measured on {len(machines)} machines, so that rows do not compare" if len(machines) > 1 else ""),
     ]
     if any(one.n > advice.wish.n for one in advice.candidates):
-        notes.append(
-            f"N={advice.wish.n:,} was not measured for all: the next larger size stands in, where recall is lower and "
-            "costs are higher"
-        )
-    return notes
+        notes.append(f"N={advice.wish.n:,} was not measured for all: the next larger size stands in")
+    return notes + [f"failed: {one_line(told)}" for told in advice.failed]
 
 
 def _machine(machine: dict[str, Any]) -> str:
     return f"{machine['processor']}, {machine['threads']} threads, {human_bytes(machine['memory_bytes'])}"
+
+
+def _row(one: Candidate) -> dict[str, Any]:
+    return {"retriever": one.curve.retriever, "seed": one.curve.seed}
 
 
 def as_json(advices: Sequence[Advice]) -> str:
@@ -241,12 +250,20 @@ def as_json(advices: Sequence[Advice]) -> str:
     told = []
     for advice in advices:
         rows = [
-            {"retriever": one.curve.retriever, "seed": one.curve.seed, "n": one.n, "value": one.value}
-            | {"low": one.low, "high": one.high, "latency_s": one.latency, "memory_bytes": one.memory}
+            _row(one)
+            | {
+                "n": one.n,
+                "value": one.value,
+                "low": one.low,
+                "high": one.high,
+                "latency_s": one.latency,
+                "memory_bytes": one.memory,
+            }
             | {"misses": {name: factor if math.isfinite(factor) else None for name, factor in one.short.items()}}
             for one in advice.candidates
         ]
-        best = advice.best.curve.name if advice.best else None
-        equals = [one.curve.name for one in advice.equals]
-        told.append({"benchmark": advice.benchmark, "best": best, "not_told_from_it": equals, "candidates": rows})
+        best = _row(advice.best) if advice.best else None
+        equals = [_row(one) for one in advice.equals]
+        whole = {"benchmark": advice.benchmark, "best": best, "not_told_from_it": equals, "candidates": rows}
+        told.append(whole | {"failed": list(advice.failed)})
     return json.dumps(told, indent=1) + "\n"

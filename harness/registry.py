@@ -18,8 +18,9 @@ from typing import Any, Literal
 
 from icr_bench.benchmarks import BENCHMARKS
 from icr_bench.harness.errors import UsageError, unknown
-from icr_bench.harness.spec import Spec
+from icr_bench.harness.spec import Spec, spec_of
 from icr_bench.retrievers import RETRIEVERS
+from icr_bench.retrievers.base import Inner
 
 Kind = Literal["retriever", "benchmark"]
 
@@ -152,7 +153,8 @@ class Registry:
         return arguments
 
     def resolve(self, kind: Kind, spec: Spec, also: Iterable[str] = ("label",)) -> dict[str, Any]:
-        """All options of a spec, converted to the types that the annotations name, defaults included.
+        """All options of a spec, converted to the types that the annotations name, defaults included; another retriever
+        as a mapping of its name and its own options.
 
         Args:
             also: options that the harness takes itself, to be named when one is misspelt.
@@ -165,9 +167,10 @@ class Registry:
         for option in known.values():
             if option.name in spec.options:
                 try:
-                    values[option.name] = convert(spec.options[option.name], option.annotation)
+                    value = convert(spec.options[option.name], option.annotation)
                 except ValueError as error:
                     raise UsageError(f"{kind} {spec.name}: {option.name}: {error}") from None
+                values[option.name] = _each(value, lambda one: {"name": one.name, **self.resolve("retriever", one)})
             elif option.required:
                 raise UsageError(f"{kind} {spec.name} needs {option.name}=: {spec.name}:{option.name}=...")
             else:
@@ -178,7 +181,35 @@ class Registry:
         """Make the retriever or benchmark; ``filled`` holds values for `FILLED`, used where it takes them."""
         taken = self.filled(kind, spec.name)
         given = {key: value for key, value in filled.items() if key in taken}
-        return self.get(kind, spec.name)(**self.resolve(kind, spec), **given)
+        options = self.resolve(kind, spec)
+        for option in self.options(kind, spec.name).values():
+            if option.name in spec.options:
+                value = convert(spec.options[option.name], option.annotation)
+                if _held(value):
+                    options[option.name] = _each(value, lambda one: self.build("retriever", one, filled))
+        return self.get(kind, spec.name)(**options, **given)
+
+    def within(self, spec: Spec) -> list[tuple[str, Spec]]:
+        """A retriever and all that its options name, each with what tells it from the others (empty for itself)."""
+        found = [("", spec)]
+        for option in self.options("retriever", spec.name).values():
+            if option.name in spec.options:
+                for number, one in enumerate(_held(convert(spec.options[option.name], option.annotation))):
+                    path = f"{option.name}[{number}]."
+                    found += [(path + further, inner) for further, inner in self.within(one)]
+        return found
+
+
+def _held(value: Any) -> list[Spec]:
+    """The retrievers that a converted option names."""
+    return [one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, Spec)]
+
+
+def _each(value: Any, what: Callable[[Spec], Any]) -> Any:
+    """The same with every retriever that it names replaced."""
+    if isinstance(value, Spec):
+        return what(value)
+    return type(value)(_each(one, what) for one in value) if _held(value) else value
 
 
 def _line_in(error: BaseException, file: Path) -> str:
@@ -202,6 +233,11 @@ def convert(value: Any, annotation: Any) -> Any:
     Raises:
         ValueError: what was got and what was expected.
     """
+    if annotation is Inner:
+        try:
+            return value if isinstance(value, Spec) else spec_of(value, "a retriever")
+        except UsageError as error:
+            raise ValueError(str(error)) from None
     if isinstance(annotation, typing.NewType):
         annotation = annotation.__supertype__
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import hashlib
 import html
 import json
 import re
@@ -55,18 +56,19 @@ def render(merged: Sequence[tuple[Path, Record]], command: str) -> str:
     from plotly.offline import get_plotlyjs
 
     records = [record for _, record in merged]
-    benchmarks = list(dict.fromkeys(record["benchmark"] for record in records))
+    benchmarks = list(dict.fromkeys(_clean(record["benchmark"]) for record in records))
+    scripts = {"plotly": get_plotlyjs().replace("\r", ""), "script": _file("page.js")}
+    digests = (hashlib.sha256(script.encode()).digest() for script in scripts.values())
     cells = {
         "benchmarks": benchmarks,
         "seeds": len({record["seed"] for record in records}),
         "cells": [_cell(record) for record in records],
     }
-    parts = {
-        "title": html.escape(one_line("icr-bench: " + ", ".join(benchmarks))),
-        "made": html.escape(one_line(f"made by: {command}")),
+    parts = scripts | {
+        "title": html.escape("icr-bench: " + ", ".join(benchmarks)),
+        "made": html.escape(_clean(f"made by: {command}")),
+        "hashes": " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests),
         "style": _file("page.css"),
-        "script": _file("page.js"),
-        "plotly": get_plotlyjs(),
         "tables": "\n".join(_table(table) for table in tables.build(records, None, command)),
         "failures": _failures(records),
         "provenance": "\n".join(_provenance(path, records) for path, records in _by_folder(merged).items()),
@@ -84,7 +86,7 @@ def _cell(record: Record) -> dict[str, Any]:
     """What the plots take of a cell."""
     kept = {key: record[key] for key in ("benchmark", "n", "retriever", "seed", "status")}
     for key in ("benchmark", "retriever"):
-        kept[key] = one_line(kept[key])
+        kept[key] = _clean(kept[key])
     time, memory = record["time"] or {}, record["memory"]
     return kept | {
         "metrics": {name: [m["value"], m["low"], m["high"]] for name, m in (record["metrics"] or {}).items()},
@@ -92,7 +94,7 @@ def _cell(record: Record) -> dict[str, Any]:
         "p95": time.get("query_p95_s"),
         "index_s": time.get("index_s"),
         "index_bytes": memory["index_bytes"],
-        "peak": max(memory["peak_rss_bytes"], memory["device_peak_bytes"] or 0),
+        "peak": max(memory["peak_rss_bytes"], memory["device_peak_bytes"] or 0) if record["status"] == "ok" else None,
     }
 
 
@@ -121,7 +123,12 @@ def _grid(head: Sequence[str], body: Sequence[Sequence[str]], wide: Sequence[int
 
 def _text(told: object) -> str:
     """As text of a page: escaped, and what could turn the order of letters around kept within it."""
-    return f"<bdi>{html.escape(one_line(str(told)))}</bdi>"
+    return f"<bdi>{html.escape(_clean(str(told)))}</bdi>"
+
+
+def _clean(told: str) -> str:
+    """On one line, and without what UTF-8 cannot hold."""
+    return one_line(told).encode("utf-8", "replace").decode()
 
 
 def _failures(records: Sequence[Record]) -> str:
@@ -133,7 +140,8 @@ def _failures(records: Sequence[Record]) -> str:
         name = f"{record['benchmark']}, N={record['n']:,}, {record['retriever']}, seed {record['seed']}"
         peak = human_bytes(record["memory"]["peak_rss_bytes"])
         reason = str(record["error"] or "").partition("\n")[0][:300]
-        tail = "".join(f"{html.escape(one_line(line))}\n" for line in record.get("log_tail", ()))
+        kept = record.get("log_tail", ["(not kept by this version)"])
+        tail = "".join(f"{html.escape(_clean(line))}\n" for line in kept)
         parts.append(
             f"<details><summary>{_text(name)}: <b>{_text(record['status'])}</b>, peak {peak}: {_text(reason)}</summary>"
             f"<pre>{tail or 'its log is empty'}</pre></details>"
@@ -201,24 +209,27 @@ def _answers(merged: Sequence[tuple[Path, Record]]) -> dict[str, Any]:
     """Queries with their golds, and of every finished cell the first documents of each ranking and the rank of the
     first gold."""
     tasks: dict[tuple[str, int], _Task] = {}
-    rankings = []
+    asked = []
     for path, record in merged:
-        if record["status"] != "ok":
-            continue
-        key = record["benchmark"], record["seed"]
-        task = tasks.setdefault(key, _Task(*key))
-        golds = task.add(path, record)
+        if record["status"] == "ok":
+            key = record["benchmark"], record["seed"]
+            golds = tasks.setdefault(key, _Task(*key)).add(path, record)
+            asked.append((path, record, key, golds))
+    rankings = []
+    for path, record, key, golds in asked:
+        task = tasks[key]
         lines = {line["query"]: line for line in read_lines(path, record["rankings"])}
         first, shown, errors = [], [], {}
         for at, query in enumerate(task.queries):
             line = lines.get(query, {"documents": []})
-            documents = line["documents"]
-            first.append(next((rank for rank, d in enumerate(documents, 1) if d in golds.get(query, ())), 0))
+            documents, own = line["documents"], golds.get(query)
+            hit = next((rank for rank, d in enumerate(documents, 1) if d in (own or ())), 0)
+            first.append(-1 if own is None else hit)
             shown.append([task.number(document) for document in documents[:SHOWN]])
             if line.get("error"):
-                errors[at] = one_line(str(line["error"]))[:300]
+                errors[at] = _clean(str(line["error"]))[:300]
         rankings.append(
-            {"task": list(tasks).index(key), "n": record["n"], "retriever": one_line(record["retriever"])}
+            {"task": list(tasks).index(key), "n": record["n"], "retriever": _clean(record["retriever"])}
             | {"first": first, "shown": shown, "errors": errors}
         )
     return {"tasks": [task.told() for task in tasks.values()], "rankings": rankings}
@@ -259,7 +270,7 @@ class _Task:
             text = self._texts.get(identity)
             documents.append([identity, None if text is None else text[:TEXT], len(text or "")])
         return {
-            "benchmark": one_line(self.benchmark),
+            "benchmark": _clean(self.benchmark),
             "seed": self.seed,
             "queries": [[identity, text[:TEXT]] for identity, text in self.queries.items()],
             "golds": golds,

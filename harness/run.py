@@ -81,8 +81,8 @@ def run(suite: Suite, out: Path, command: str, display: Lines, *, fresh: bool, r
                     folder.keep(record, rankings, task)
                 except OSError as error:  # a full disk, say
                     raise UsageError(
-                        f"output folder {out}: {error.strerror or error}; finished cells are kept, the same command "
-                        "goes on from there"
+                        f"the cell could not be computed or kept in {out}: {error.strerror or error}; finished cells "
+                        "are kept, the same command goes on from there"
                     ) from None
                 outcome.records.append(record)
                 outcome.computed += 1
@@ -97,7 +97,7 @@ Grid = list[tuple[Asked, int, Benchmark, int]]
 def lay_out(suite: Suite) -> tuple[Suite, list[Answering], Grid]:
     """The suite with its device resolved, and its retrievers and columns, everything checked and read."""
     registry = Registry(suite.plugins)
-    if suite.device.startswith("cuda") or any(takes_place(registry, spec.name) for spec in suite.retrievers):
+    if suite.device.startswith("cuda") or any(takes_place(registry, spec) for spec in suite.retrievers):
         device, dtype = place(suite.device, suite.dtype)
         suite = replace(suite, device=device, dtype=dtype)
     answering = [prepare_retriever(registry, spec, suite) for spec in suite.retrievers]

@@ -12,5 +12,8 @@ RETRIEVERS = {
     "bm25": "icr_bench.retrievers.bm25:BM25",
     "dense": "icr_bench.retrievers.dense:Dense",
     "dense-tiny": "icr_bench.retrievers.dense:tiny",
+    "hybrid": "icr_bench.retrievers.combine:Hybrid",
+    "late": "icr_bench.retrievers.late:Late",
+    "rerank": "icr_bench.retrievers.combine:Rerank",
 }
 """Name -> ``module:class``; the module is imported when the name is chosen."""

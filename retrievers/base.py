@@ -6,11 +6,11 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NewType
 
 from icr_bench.benchmarks.base import Document
 
-__all__ = ["Document", "Estimate", "MissingExtra", "Ranking", "Retriever"]
+__all__ = ["Document", "Estimate", "Inner", "MissingExtra", "Ranking", "Retriever"]
 
 
 class MissingExtra(ImportError):
@@ -89,3 +89,8 @@ class Retriever(ABC):
     def token_spans(self, texts: Sequence[str]) -> list[list[tuple[int, int]]]:
         """Start and end character of every token of every text."""
         return [[match.span() for match in re.finditer(r"\S+", text)] for text in texts]
+
+
+Inner = NewType("Inner", Retriever)
+"""Annotation of an option that names another retriever (``bm25``, ``bm25:k1=1.2``); the constructor is given it, made
+from its own options but not loaded."""

@@ -98,3 +98,36 @@ def _write(folder: Path, family: str, layers: int, seed: int, bos: str | None, c
     }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(settings | config)))
     model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a cross-encoder of one score with random weights, which reads letters."""
+    import torch
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+    from transformers import BertConfig, BertForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("cross") / "model"
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    letters = list("abcdefghijklmnopqrstuvwxyz0123456789")
+    vocabulary = {token: number for number, token in enumerate([*special, *letters, *(f"##{c}" for c in letters)])}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    told = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "model_max_length": 64,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    torch.manual_seed(3)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = BertConfig(
+        vocab_size=len(vocabulary), num_labels=1, max_position_embeddings=64, initializer_range=0.5, **shape
+    )
+    BertForSequenceClassification(config).save_pretrained(folder)
+    return folder

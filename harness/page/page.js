@@ -17,6 +17,8 @@
   const names = unique(told.cells.map((cell) => cell.retriever));
   const size = (n) => n.toLocaleString("en");
 
+  const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;"); // Plotly reads tags in names
+
   function element(kind, className, text) {
     const made = document.createElement(kind);
     if (className) made.className = className;
@@ -44,7 +46,7 @@
 
   const own = () => told.cells.filter((cell) => cell.benchmark === chosen.benchmark);
   const sizes = () => unique(own().map((cell) => cell.n)).sort((a, b) => a - b);
-  const label = (cell) => cell.retriever + (told.seeds > 1 ? ` (seed ${cell.seed})` : "");
+  const label = (cell) => plain(cell.retriever + (told.seeds > 1 ? ` (seed ${cell.seed})` : ""));
 
   function controls() {
     const metrics = unique(own().flatMap((cell) => Object.keys(cell.metrics)));
@@ -54,7 +56,7 @@
     parent.replaceChildren();
     if (told.benchmarks.length > 1) select(parent, "benchmark", "benchmark", told.benchmarks, String, all);
     if (metrics.length) select(parent, "metric", "metric", metrics, String, plots);
-    select(parent, "N", "n", sizes(), size, all);
+    select(parent, "N", "n", sizes(), size, () => { plots(); queryControls(); });
     select(parent, "cost", "cost", Object.keys(COSTS), String, plots);
   }
 
@@ -155,10 +157,10 @@
   const here = () => answers.rankings.filter((one) => answers.tasks[one.task].benchmark === chosen.benchmark && one.n === chosen.n && answers.tasks[one.task].seed === chosen.seed);
 
   const FILTERS = {
-    all: () => true,
-    "A right, B wrong": (a, b) => a === 1 && b !== 1,
-    "A wrong, B right": (a, b) => a !== 1 && b === 1,
-    "both wrong": (a, b) => a !== 1 && b !== 1,
+    all: () => true, // ranks of the first relevant document: 0 where none was returned, -1 where it was not asked
+    "A right, B wrong": (a, b) => a === 1 && b !== 1 && b >= 0,
+    "A wrong, B right": (a, b) => a !== 1 && a >= 0 && b === 1,
+    "both wrong": (a, b) => a !== 1 && a >= 0 && b !== 1 && b >= 0,
     "both right": (a, b) => a === 1 && b === 1,
   };
 
@@ -224,8 +226,9 @@
     const ranks = element("span", "ranks");
     for (const one of [chosen.a, chosen.b].map((name) => rows.find((row) => row.retriever === name))) {
       const rank = one.first[at];
-      const mark = element("span", rank === 1 ? "rank first" : rank ? "rank" : "rank none", rank ? `${rank}` : "–");
-      mark.title = `${one.retriever}: ${rank ? `first relevant document at rank ${rank}` : "no relevant document returned"}`;
+      const mark = element("span", rank === 1 ? "rank first" : rank ? "rank" : "rank none", rank > 0 ? `${rank}` : rank ? "?" : "–");
+      const shown = rank > 0 ? `first relevant document at rank ${rank}` : rank ? "not asked" : "no relevant document returned";
+      mark.title = `${one.retriever}: ${shown}`;
       ranks.append(mark);
     }
     head.append(ranks);

@@ -13,7 +13,19 @@ import pytest
 
 from icr_bench.harness.answers import Entry, Graded
 from icr_bench.harness.cli import main
-from icr_bench.harness.curve import ABOVE, BELOW, COSTS, Curve, crossover, curves, exponent, falls_below, text
+from icr_bench.harness.curve import (
+    ABOVE,
+    BELOW,
+    COSTS,
+    Curve,
+    as_json,
+    crossover,
+    curves,
+    exponent,
+    failures,
+    falls_below,
+    text,
+)
 from icr_bench.harness.errors import UsageError
 from icr_bench.harness.recommend import Wish, advise, exit_code, parse_seconds
 from icr_bench.harness.recommend import text as advice_text
@@ -43,6 +55,17 @@ def curve(shares: dict[int, float], name: str = "r", queries: int = QUERIES, **t
     values = np.array([[float(i < round(share * queries)) for i in range(queries)] for share in shares.values()])
     names = tuple(f"q{i}" for i in range(queries))
     return Curve("b", name, 0, names, tuple(shares), values, tuple(record(n, **told) for n in shares))
+
+
+def entry(n: int, right: int, queries: Sequence[str], **told: Any) -> Entry:
+    ranked = [[1] if i < right else [0, 1] for i in range(len(queries))]
+    return Entry(record(n, **told), Graded(list(queries), ranked, [[1]] * len(queries), 5, 1))
+
+
+def cells(name: str, rights: dict[int, int]) -> list[Entry]:
+    """Finished cells of a retriever with so many queries right at each size."""
+    asked = [f"q{i}" for i in range(QUERIES)]
+    return [entry(n, right, asked, retriever=name) for n, right in rights.items()]
 
 
 def test_between_sizes_the_logit_is_linear_in_log_n() -> None:
@@ -81,30 +104,45 @@ def test_outside_the_measured_range_is_said_and_extrapolated_only_if_asked() -> 
     assert beyond.extrapolated
     assert falls_below(curve({100: 0.99, 1_000: 0.985}), 0.2, extrapolate=True).n == ABOVE  # a hundred times at most
     assert falls_below(curve({100: 0.9, 1_000: 0.95}), 0.8, extrapolate=True).n == ABOVE  # rising
-    shown = text([high, low], "hit@1", [0.9])
+    entries = [*cells("high", {100: 198, 1_000: 190}), *cells("low", {100: 80, 1_000: 60})]
+    shown = text(entries, "hit@1", [0.9])
     assert "not within the measured range: not below up to 1,000" in shown
     assert "not within the measured range: below at 100 already [< 100, < 100]" in shown
     assert "(extrapolated)" not in shown
-    assert "(extrapolated)" in text([high, low], "hit@1", [0.9], extrapolate=True)
+    assert "(extrapolated)" in text(entries, "hit@1", [0.9], extrapolate=True)
+    told = json.loads(as_json(entries, "hit@1", [0.9]))
+    assert [one["falls_below"]["0.9"]["n"] for one in told["curves"]] == ["above", "below"]
 
 
 def test_a_crossover_is_where_the_leader_loses_its_lead() -> None:
     falling, rising = curve({100: 0.8, 10_000: 0.2}, name="falling"), curve({100: 0.2, 10_000: 0.8}, name="rising")
-    for one, other, first in ((falling, rising, True), (rising, falling, False)):
-        found, leads = crossover(one, other)
-        assert found.n == pytest.approx(1_000)
-        assert leads is first
-    assert crossover(falling, curve({100: 0.5, 10_000: 0.1}, name="third"))[0].n == ABOVE
-    assert "| falling" in text([falling, rising], "hit@1", [0.5])
+    for one, other in ((falling, rising), (rising, falling)):
+        found = crossover(one, other)
+        assert found
+        assert (found.leader.retriever, found.other.retriever) == ("falling", "rising")
+        assert found.until.n == pytest.approx(1_000)
+        assert found.until.low == pytest.approx(1_000)  # every resample is as symmetric
+    never = crossover(falling, curve({100: 0.5, 10_000: 0.1}, name="third"))
+    assert never
+    assert never.until.n == ABOVE
     with pytest.raises(UsageError, match="two shared sizes"):
         crossover(falling, curve({50: 0.5, 100: 0.1}))
     with pytest.raises(UsageError, match="same queries"):
         crossover(falling, curve({100: 0.5, 10_000: 0.1}, queries=100))
 
 
-def test_equal_curves_do_not_cross() -> None:
+def test_who_cannot_be_told_apart_does_not_lead() -> None:
     one = curve({100: 0.8, 10_000: 0.2})
-    assert crossover(one, one)[0].n == ABOVE
+    assert crossover(one, one) is None
+    assert crossover(one, curve({100: 0.81, 10_000: 0.2})) is None
+
+
+def test_a_lead_begins_where_there_is_evidence_for_it() -> None:
+    one, other = curve({46: 0.98, 1_000: 0.9, 10_000: 0.3}, "one"), curve({46: 0.985, 1_000: 0.6, 10_000: 0.5}, "other")
+    found = crossover(one, other)
+    assert found
+    assert (found.leader.retriever, found.sizes) == ("one", (1_000, 10_000))
+    assert 1_000 < found.until.low < found.until.n < found.until.high < 10_000
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0])
@@ -119,20 +157,44 @@ def test_growth_is_the_power_of_n(power: float) -> None:
     assert all(exponent(two, cost) is None for cost in COSTS)
 
 
-def entry(n: int, right: int, queries: Sequence[str]) -> Entry:
-    graded = Graded(
-        list(queries), [[1] if i < right else [0, 1] for i in range(len(queries))], [[1]] * len(queries), 5, 1
-    )
-    return Entry(record(n), graded)
-
-
 def test_curves_take_finished_cells_in_the_order_of_n() -> None:
     asked = ["q1", "q2", "q3", "q4"]
-    (found,) = curves([entry(500, 1, asked), entry(46, 3, asked), Entry(record(9), None)], "hit@1")
+    (found,) = curves([entry(500, 1, asked), entry(46, 3, asked), failed(9)], "hit@1")
     assert found.sizes == (46, 500)
     assert found.means.tolist() == [0.75, 0.25]
     with pytest.raises(UsageError, match="different queries"):
         curves([entry(500, 1, asked), entry(46, 3, asked[:2])], "hit@1")
+
+
+def failed(n: int, name: str = "r") -> Entry:
+    return Entry(record(n, retriever=name) | {"status": "oom"}, None)
+
+
+def test_failed_cells_are_told() -> None:
+    entries = [*cells("good", {46: 190}), failed(500, "good"), failed(46, "bad")]
+    shown = text(entries, "hit@1", [0.9])
+    assert "- failed: good at N=500: oom" in shown
+    assert "- failed: bad at N=46: oom" in shown
+    found = advise(curves(entries, "hit@1"), Wish(500, "hit@1"), failures(entries))
+    assert exit_code(found) == 1
+    assert "- failed: good at N=500: oom" in advice_text(found)
+
+
+def test_where_all_failed_nothing_is_recommended() -> None:
+    entries = [failed(46)]
+    found = advise(curves(entries, "hit@1"), Wish(46, "hit@1"), failures(entries))
+    assert exit_code(found) == 1
+    assert "**Nothing was measured**" in advice_text(found)
+    assert "failed: r at N=46: oom" in advice_text(found)
+    assert "failed: r at N=46: oom" in text(entries, "hit@1", [0.9])
+
+
+def test_costs_of_several_machines_are_not_fitted_together() -> None:
+    asked = ["q1", "q2"]
+    entries = [entry(n, 1, asked, machine="a" if n < 500 else "b") for n in (46, 100, 500, 1_000)]
+    (found,) = curves(entries, "hit@1")
+    assert all(exponent(found, cost) is None for cost in COSTS)
+    assert "measured on several machines" in text(entries, "hit@1", [0.9])
 
 
 # Advice
@@ -227,7 +289,8 @@ def test_curve_of_a_run(run: Path, cli: Cli) -> None:
     told = json.loads(out)
     assert [point["n"] for point in told["curves"][0]["points"]] == [46, 100, 300]
     assert {one["retriever"] for one in told["curves"]} == {"bm25", "worse"}
-    assert len(told["crossovers"]) == 1
+    assert told["crossovers"] == []  # both find everything
+    assert told["failed"] == {}
 
 
 def test_recommendation_from_a_run(run: Path, cli: Cli) -> None:

@@ -17,7 +17,13 @@ from icr_bench.harness.registry import Registry
 
 FEW = ["bm25", "dense-tiny", "blocksearch-ssmax-routing:beam=5"]
 
-NEEDS = {"dense": "dense:model={minilm}", "attention": "attention:model={smollm}"}
+NEEDS = {
+    "dense": "dense:model={minilm}",
+    "attention": "attention:model={smollm}",
+    "late": "late:model={minilm}",
+    "hybrid": "hybrid:of=bm25+dense-tiny",
+    "rerank": "rerank:first=bm25,by=late:model={minilm},m=5",
+}
 """Retrievers that do not answer by bare name."""
 
 

@@ -24,6 +24,7 @@ def forget() -> Iterator[None]:
     yield
     environment.cache_clear()
     machine_id.cache_clear()
+    gpus.cache_clear()
 
 
 def with_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
@@ -57,7 +58,8 @@ def test_gpus_are_asked_of_nvidia_smi_and_tell_machines_apart(tmp_path: Path, mo
     monkeypatch.setattr(module, "gpus", list)
     without = machine_id()
     monkeypatch.setattr(module, "gpus", gpus)
-    with_gpus(tmp_path, monkeypatch, "Card A, 144384, 570.1", "Card B, [N/A], 570.1")
+    lines = ("WARNING: a memory is worn", "Card A, 144384, 570.1", "Card B, [N/A], 570.1")
+    with_gpus(tmp_path, monkeypatch, *lines)
     assert gpus() == [
         {"name": "Card A", "memory_bytes": 144384 * 2**20, "driver": "570.1"},
         {"name": "Card B", "memory_bytes": None, "driver": "570.1"},
@@ -70,8 +72,10 @@ def test_gpus_are_asked_of_nvidia_smi_and_tell_machines_apart(tmp_path: Path, mo
 def test_no_gpu_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert gpus() == []
-    with_gpus(tmp_path, monkeypatch)
-    assert gpus() == []
+    for lines in ((), ("No devices were found",)):
+        gpus.cache_clear()
+        with_gpus(tmp_path, monkeypatch, *lines)
+        assert gpus() == []
 
 
 def test_a_missing_extra_comes_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:

