@@ -166,10 +166,7 @@ class Registry:
         values = {}
         for option in known.values():
             if option.name in spec.options:
-                try:
-                    value = convert(spec.options[option.name], option.annotation)
-                except ValueError as error:
-                    raise UsageError(f"{kind} {spec.name}: {option.name}: {error}") from None
+                value = _given(kind, spec, option)
                 values[option.name] = _each(value, lambda one: {"name": one.name, **self.resolve("retriever", one)})
             elif option.required:
                 raise UsageError(f"{kind} {spec.name} needs {option.name}=: {spec.name}:{option.name}=...")
@@ -184,7 +181,7 @@ class Registry:
         options = self.resolve(kind, spec)
         for option in self.options(kind, spec.name).values():
             if option.name in spec.options:
-                value = convert(spec.options[option.name], option.annotation)
+                value = _given(kind, spec, option)
                 if _held(value):
                     options[option.name] = _each(value, lambda one: self.build("retriever", one, filled))
         return self.get(kind, spec.name)(**options, **given)
@@ -194,10 +191,22 @@ class Registry:
         found = [("", spec)]
         for option in self.options("retriever", spec.name).values():
             if option.name in spec.options:
-                for number, one in enumerate(_held(convert(spec.options[option.name], option.annotation))):
+                for number, one in enumerate(_held(_given("retriever", spec, option))):
                     path = f"{option.name}[{number}]."
                     found += [(path + further, inner) for further, inner in self.within(one)]
         return found
+
+
+def _given(kind: Kind, spec: Spec, option: Option) -> Any:
+    """What a spec gives for an option, converted.
+
+    Raises:
+        UsageError: it is no value of the option's type.
+    """
+    try:
+        return convert(spec.options[option.name], option.annotation)
+    except ValueError as error:
+        raise UsageError(f"{kind} {spec.name}: {option.name}: {error}") from None
 
 
 def _held(value: Any) -> list[Spec]:
