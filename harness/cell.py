@@ -69,6 +69,8 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
         raise TypeError(f"estimate must return an Estimate or None, got {type(estimate).__name__}")
     told = asdict(estimate) if estimate else None
     for name, value in (told or {}).items():
+        if value is None and name.startswith("query_"):
+            continue
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise ValueError(f"estimate: {name} must be a finite number of 0 or more, got {value!r}")
     if job["plan"]:
@@ -83,11 +85,12 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
     def ask(texts: Sequence[str]) -> list[Ranking]:
         return retriever.search(texts, depth)
 
-    warmup = [queries[i % len(queries)] for i in range(WARMUP)]
+    once = retriever.asks_once
+    warmup = [] if once else [queries[i % len(queries)] for i in range(WARMUP)]
     for query in warmup:
         check(ask([query]), 1, len(documents), depth)
     single = []
-    for done, position in enumerate(job["sample"]):
+    for done, position in enumerate(() if once else job["sample"]):
         report("one by one", done, len(job["sample"]))
         start = time.perf_counter()
         rankings = ask([queries[position]])
@@ -106,7 +109,10 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
     settings = retriever.settings()
     if not isinstance(settings, dict):
         raise TypeError(f"settings must return a dict, got {type(settings).__name__}")
-    p50, p95, p99 = (percentile(single, share) for share in (0.5, 0.95, 0.99))
+    if once:
+        single = [ranking.seconds for ranking in answers if ranking.seconds is not None]
+        batched = batched if len(single) == len(queries) else 0.0  # answers that were kept took no time
+    p50, p95, p99 = (percentile(single, share) if single else None for share in (0.5, 0.95, 0.99))
     return {
         "status": "ok",
         "answers": [[ranking.numbers, ranking.scores, ranking.error] for ranking in answers],
@@ -174,7 +180,7 @@ def check(rankings: Any, queries: int, documents: int, depth: int) -> list[Ranki
         for score in scores:
             if not math.isfinite(score):
                 raise BadRanking(f"a ranking holds the score {score}; scores must be finite")
-        checked.append(Ranking(numbers, scores, str(ranking.error or "")))
+        checked.append(Ranking(numbers, scores, str(ranking.error or ""), ranking.seconds))
     return checked
 
 

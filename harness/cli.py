@@ -70,8 +70,10 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (auto)")
         sub.add_argument("--dtype", metavar="TYPE", help=f"of model weights: {', '.join(suites.DTYPES)} (auto)")
         sub.add_argument("--timeout", metavar="S", help="seconds that a cell may take")
+        sub.add_argument("--budget", metavar="B", help="what services may take: 200ktokens, or money such as 2.50")
         sub.add_argument("--memory-limit", metavar="B", help="resident bytes that a cell may use, such as 8GB")
     run.add_argument("-o", "--output", metavar="DIR", type=Path, help=f"folder of the run ({RUNS}/<suite>)")
+    run.add_argument("--dry-run", action="store_true", help="what plan prints: tokens and cost, and nothing is asked")
     run.add_argument("--fresh", action="store_true", help="delete the folder's cells first")
     run.add_argument("--retry-failed", action="store_true", help="compute failed cells again")
 
@@ -202,6 +204,8 @@ def _run(options: argparse.Namespace, command: str) -> int:
     from icr_bench.harness.folder import latest, write
     from icr_bench.harness.run import run
 
+    if options.dry_run:
+        return _plan(options, command)
     suite = suites.assemble(options.suite, {key: getattr(options, key) for key in suites.KEYS})
     out: Path = options.output or RUNS / suite.name
     with display() as shown:

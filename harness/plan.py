@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,14 @@ class Planned:
     retriever: str
     seed: int
     asked: int  # queries put in all: warm-up, one by one, and in batches
+    queries: int
     estimate: dict[str, Any] | None
     problem: str
 
     @property
     def seconds(self) -> float | None:
         """For the whole cell, at most: queries in batches take less than one by one."""
-        if self.estimate is None:
+        if self.estimate is None or self.estimate["query_s"] is None:
             return None
         return float(self.estimate["index_s"] + self.asked * self.estimate["query_s"])
 
@@ -68,6 +69,7 @@ def plan(suite: Suite, display: Lines) -> list[Planned]:
                     retriever.spec.row,
                     seed,
                     WARMUP + len(job["sample"]) + len(job["queries"]),
+                    len(job["queries"]),
                     estimate,
                     problem,
                 )
@@ -93,30 +95,42 @@ def _judged(cell: Planned, suite: Suite, free: int, retriever: Spec) -> Planned:
         problem = f"does not fit: {human_bytes(free)} are free"
     elif suite.timeout is not None and seconds > suite.timeout:
         problem = f"takes longer than --timeout {suite.timeout:g}"
-    return Planned(cell.benchmark, cell.n, cell.retriever, cell.seed, cell.asked, cell.estimate, problem)
+    return replace(cell, problem=problem)
 
 
 def render(planned: Sequence[Planned]) -> str:
     """As a table that ends with a line feed."""
     head = ["benchmark", "N", "retriever", "seed", "tokens", "index", "FLOPs", "to index", "a query", "cell", "memory"]
+    paid = any(cell.estimate and cell.estimate["query_tokens"] is not None for cell in planned)
+    head += ["asked of a service", "cost"] if paid else []
     body = []
     for cell in planned:
         told = cell.estimate
-        numbers = [""] * 7 if cell.problem else ["not told"] + [""] * 6
+        columns = 9 if paid else 7
+        numbers = [""] * columns if cell.problem else ["not told"] + [""] * (columns - 1)
         if told:
             numbers = [
                 f"{told['tokens']:,}",
                 human_bytes(told["index_bytes"]),
                 f"{told['index_flops']:.2e}",
                 duration(told["index_s"]),
-                duration(told["query_s"]),
-                duration(cell.seconds or 0.0),
+                "not told" if told["query_s"] is None else duration(told["query_s"]),
+                "not told" if cell.seconds is None else duration(cell.seconds),
                 human_bytes(told["peak_bytes"]),
             ]
+            if paid:
+                tokens, cost = told["query_tokens"], told["query_cost"]
+                numbers.append("" if tokens is None else f"{tokens * cell.queries:,.0f} tokens")
+                numbers.append("" if cost is None else f"{cost * cell.queries:.4g}")
         body.append([cell.benchmark, f"{cell.n:,}", cell.retriever, cell.seed, *numbers, cell.problem])
     notes = ["cell: indexing and all queries one by one, which is more than a run takes, since it puts most in batches"]
     if any(cell.estimate is None and not cell.problem for cell in planned):
         notes.append("not told: this retriever gives no estimate")
+    if paid:
+        notes.append(
+            "asked of a service: all queries once, in one round, with replies of full length; cost: in the money of "
+            "the prices given"
+        )
     drawn = tabulate(body, [*head, "problem"], tablefmt="github", disable_numparse=True)
     return f"{drawn}\n\n" + "".join(f"- {note}\n" for note in notes)
 

@@ -85,7 +85,7 @@ def place(device: str, dtype: str) -> tuple[str, str]:
 def prepare_retriever(registry: Registry, spec: Spec, suite: Suite) -> Answering:
     """Check a retriever's options and find what identifies its weights and code."""
     options = registry.resolve("retriever", spec)
-    filled = {"device": suite.device, "dtype": suite.dtype, "seed": suite.seeds[0]}
+    filled = {"device": suite.device, "dtype": suite.dtype, "seed": suite.seeds[0], "budget": suite.budget}
     weights: dict[str, str] = {}
     try:
         registry.build("retriever", spec, filled)

@@ -65,7 +65,9 @@ class Candidate:
 
     @property
     def latency(self) -> float:
-        return float(self.record["time"]["query_p95_s"])
+        """Infinite where it was not measured, since answers were kept from before."""
+        told = self.record["time"]["query_p95_s"]
+        return math.inf if told is None else float(told)
 
     @property
     def memory(self) -> int:
@@ -218,6 +220,8 @@ def _misses(one: Candidate) -> str:
 
 
 def _seconds(value: float) -> str:
+    if math.isinf(value):
+        return "not measured"
     return f"{value:.3g} s" if value >= 1 else f"{value * 1000:.3g} ms"
 
 
@@ -256,7 +260,7 @@ def as_json(advices: Sequence[Advice]) -> str:
                 "value": one.value,
                 "low": one.low,
                 "high": one.high,
-                "latency_s": one.latency,
+                "latency_s": one.latency if math.isfinite(one.latency) else None,
                 "memory_bytes": one.memory,
             }
             | {"misses": {name: factor if math.isfinite(factor) else None for name, factor in one.short.items()}}

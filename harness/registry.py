@@ -24,7 +24,7 @@ from icr_bench.retrievers.base import Inner
 
 Kind = Literal["retriever", "benchmark"]
 
-FILLED = ("device", "dtype", "seed")
+FILLED = ("device", "dtype", "seed", "budget")
 """Arguments that the run fills; they are no options of a spec."""
 
 

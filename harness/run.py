@@ -192,6 +192,7 @@ def compute(
     ids = set(task.ids) if exclude else set()
     depth = draft["config"]["depth"]
     job = job_of(suite, asked, task, retriever.spec, draft["seed"])
+    job["filled"]["budget"] = {**suite.budget, "ledger": str((folder.work / "ledger.jsonl").absolute())}
     log = folder.path / "logs" / f"{draft['key'][:16]}.log"
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     limits = Limits(suite.timeout, suite.memory_limit)

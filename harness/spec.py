@@ -126,6 +126,20 @@ def parse_bytes(value: object, what: str = "--memory-limit") -> int:
     return size
 
 
+_BUDGET = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([km]?)\s*(tokens?)?", re.IGNORECASE)
+
+
+def parse_budget(value: object) -> dict[str, float]:
+    """``200k tokens`` as ``{"tokens": 200000}``; ``2.50``, in the money of the prices, as ``{"money": 2.5}``."""
+    match = _BUDGET.fullmatch(str(value).strip())
+    amount = float(match[1]) * {"": 1, "k": 1_000, "m": 1_000_000}[match[2].lower()] if match else 0.0
+    if match is None or amount <= 0 or (match[2] and not match[3]):
+        raise UsageError(
+            f"--budget: {value!r} is neither tokens, such as 200ktokens, nor an amount of money, such as 2.50"
+        )
+    return {"tokens": amount} if match[3] else {"money": amount}
+
+
 def parse_share(text: str, what: str) -> float:
     """A number between 0 and 1, neither of them."""
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from icr_bench.harness.errors import UsageError, unknown
-from icr_bench.harness.spec import ALL, Spec, parse_bytes, parse_numbers, parse_sizes, spec_of
+from icr_bench.harness.spec import ALL, Spec, parse_budget, parse_bytes, parse_numbers, parse_sizes, spec_of
 
 KEYS = (
     "benchmark",
@@ -27,6 +27,7 @@ KEYS = (
     "timeout",
     "memory_limit",
     "latency_queries",
+    "budget",
     "plugin",
 )
 """Keys of a suite file; each equals a flag of ``icr-bench run`` (dashes and underscores alike)."""
@@ -56,6 +57,7 @@ class Suite:
     timeout: float | None = None  # seconds a cell
     memory_limit: int | None = None  # bytes a cell
     latency_queries: int = 50
+    budget: Mapping[str, float] = field(default_factory=dict)  # ``tokens`` or ``money`` that services may take
     plugins: tuple[Path, ...] = ()
 
 
@@ -193,6 +195,7 @@ def assemble(suite: str | None, flags: Mapping[str, Any]) -> Suite:
         timeout=None if timeout is None else _seconds(timeout),
         memory_limit=None if limit is None else parse_bytes(limit),
         latency_queries=_one(given.get("latency_queries", Suite.latency_queries), "--latency-queries", 1),
+        budget=parse_budget(given["budget"]) if given.get("budget") is not None else {},
         plugins=tuple(Path(plugin) for plugin in given.get("plugin") or ()),
     )
 

@@ -177,7 +177,9 @@ def _latency(benchmark: str, records: Sequence[Record], command: str) -> Table:
     def cell(record: Record) -> Cell:
         t = record["time"]
         index = "reused" if t["index_s"] is None else f"{t['index_s']:.2g} s"
-        text = f"{_ms(t['query_p50_s'])} / {_ms(t['query_p95_s'])} ms, {t['queries_per_s']:.3g}/s, {index}"
+        rate = "" if t["queries_per_s"] is None else f", {t['queries_per_s']:.3g}/s"
+        one = "kept answers" if t["query_p50_s"] is None else f"{_ms(t['query_p50_s'])} / {_ms(t['query_p95_s'])} ms"
+        text = f"{one}{rate}, {index}"
         kept = ("query_p50_s", "query_p95_s", "query_p99_s", "queries_per_s", "index_s", "load_s")
         return Cell(text, {kind: t[kind] for kind in kept})
 

@@ -1,6 +1,7 @@
 """Who answers: everything behind the `Retriever` interface."""
 
 RETRIEVERS = {
+    "api": "icr_bench.retrievers.api:Api",
     "attention": "icr_bench.retrievers.attention:Attention",
     "blocksearch": "icr_bench.retrievers.blocksearch:BlockSearch",
     "blocksearch-offpolicy": "icr_bench.retrievers.blocksearch:offpolicy",

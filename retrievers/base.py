@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NewType
 
 from icr_bench.benchmarks.base import Document
@@ -25,11 +25,13 @@ class Ranking:
     """The answer to one query: document numbers and their scores, best first (higher is better).
 
     ``error`` says why a query has no answer (a refused request, say); it then counts as failed and scores 0.
+    ``seconds`` is what the answer took, told by retrievers that are asked once; None where it was kept from before.
     """
 
     numbers: Sequence[int]
     scores: Sequence[float]
     error: str = ""
+    seconds: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,9 @@ class Estimate:
     index_bytes: int  # of the index
     peak_bytes: int  # resident memory of the process, or of the GPU where one is used
     index_s: float
-    query_s: float
+    query_s: float | None  # None where no calibration tells, as of a service
+    query_tokens: float | None = None  # sent to a service for a query, and received
+    query_cost: float | None = None  # money for a query
 
 
 class Retriever(ABC):
@@ -54,6 +58,7 @@ class Retriever(ABC):
 
     tokenizer: str = "whitespace"  # names what `token_spans` counts, for the record
     max_tokens: int | None = None  # tokens of a document beyond this are not read; known after `index`
+    asks_once: bool = False  # every answer costs money: no warm-up, no query alone; rankings tell their ``seconds``
     index_reused: bool = False  # whether the last `index` took work from a cache, so that its time measures nothing
 
     def progress(self, done: int, total: int) -> None:  # noqa: B027 - nobody is watching

