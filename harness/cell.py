@@ -68,8 +68,11 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
     if estimate is not None and not isinstance(estimate, Estimate):
         raise TypeError(f"estimate must return an Estimate or None, got {type(estimate).__name__}")
     told = asdict(estimate) if estimate else None
+    for name in ("query_tokens", "query_cost"):  # of services only
+        if told and told[name] is None:
+            del told[name]
     for name, value in (told or {}).items():
-        if value is None and name.startswith("query_"):
+        if value is None and name == "query_s":
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise ValueError(f"estimate: {name} must be a finite number of 0 or more, got {value!r}")

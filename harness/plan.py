@@ -101,7 +101,7 @@ def _judged(cell: Planned, suite: Suite, free: int, retriever: Spec) -> Planned:
 def render(planned: Sequence[Planned]) -> str:
     """As a table that ends with a line feed."""
     head = ["benchmark", "N", "retriever", "seed", "tokens", "index", "FLOPs", "to index", "a query", "cell", "memory"]
-    paid = any(cell.estimate and cell.estimate["query_tokens"] is not None for cell in planned)
+    paid = any(cell.estimate and "query_tokens" in cell.estimate for cell in planned)
     head += ["asked of a service", "cost"] if paid else []
     body = []
     for cell in planned:
@@ -119,7 +119,7 @@ def render(planned: Sequence[Planned]) -> str:
                 human_bytes(told["peak_bytes"]),
             ]
             if paid:
-                tokens, cost = told["query_tokens"], told["query_cost"]
+                tokens, cost = told.get("query_tokens"), told.get("query_cost")
                 numbers.append("" if tokens is None else f"{tokens * cell.queries:,.0f} tokens")
                 numbers.append("" if cost is None else f"{cost * cell.queries:.4g}")
         body.append([cell.benchmark, f"{cell.n:,}", cell.retriever, cell.seed, *numbers, cell.problem])

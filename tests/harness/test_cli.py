@@ -37,7 +37,7 @@ COMMANDS = {
 
 RUN_FLAGS = (
     "-b --benchmark -r --retriever -n -k --seed --queries --latency-queries --device --dtype --timeout "
-    "--memory-limit --plugin -o --output --fresh --retry-failed -h --help"
+    "--memory-limit --budget --plugin -o --output --fresh --retry-failed --dry-run -h --help"
 )
 
 
@@ -173,7 +173,7 @@ def test_an_unknown_name_is_answered_with_the_closest(
 
 
 def test_a_name_that_is_like_no_other_is_answered_with_all(cli: Cli) -> None:
-    refused(cli("run", "-r", "zzzzzz"), 2, "there are: attention, blocksearch, ", ", bm25, dense")
+    refused(cli("run", "-r", "zzzzzz"), 2, "there are: api, attention, blocksearch, ", ", bm25, dense")
 
 
 @pytest.mark.parametrize(("key", "closest"), [("max_token", "max_tokens"), ("exclude_sefl", "exclude_self")])
@@ -582,7 +582,7 @@ def test_the_flags_of_run_are_these() -> None:
 
 def test_the_flags_of_plan_are_those_of_run_that_lead_to_no_folder() -> None:
     flags = {flag for action in dict(_parsers())["plan"]._actions for flag in action.option_strings}
-    assert flags == set(RUN_FLAGS.split()) - {"-o", "--output", "--fresh", "--retry-failed"}
+    assert flags == set(RUN_FLAGS.split()) - {"-o", "--output", "--fresh", "--retry-failed", "--dry-run"}
 
 
 def test_every_command_takes_plugins() -> None:

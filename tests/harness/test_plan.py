@@ -329,7 +329,15 @@ def test_a_run_fails_with_an_estimate_of_another_kind(planner: Planner) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["tokens='many'", "query_s=None", "index_s=float('nan')", "peak_bytes=-1", "index_flops=float('inf')"]
+    "wrong",
+    [
+        "tokens='many'",
+        "query_s='soon'",
+        "index_s=None",
+        "index_s=float('nan')",
+        "peak_bytes=-1",
+        "index_flops=float('inf')",
+    ],
 )
 def test_an_estimate_that_holds_something_else_than_numbers_is_told(planner: Planner, wrong: str) -> None:
     planner.write(f"return Estimate(**(TOLD | dict({wrong})))")
