@@ -22,7 +22,7 @@ from icr_bench.harness import train as recipes
 from icr_bench.harness.errors import DATA, EXTRA, FAILED, INTERRUPTED, OK, USAGE, UsageError, unknown
 from icr_bench.harness.metrics import DEFINITIONS
 from icr_bench.harness.registry import Kind, Registry
-from icr_bench.harness.spec import parse_bytes, parse_share, parse_sizes, parse_spec
+from icr_bench.harness.spec import parse_bytes, parse_numbers, parse_share, parse_sizes, parse_spec
 from icr_bench.retrievers.base import Inner, MissingExtra
 from icr_bench.retrievers.weights import SHIPPED, CacheFolder, Model, shipped
 
@@ -76,6 +76,20 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--dry-run", action="store_true", help="what plan prints: tokens and cost, and nothing is asked")
     run.add_argument("--fresh", action="store_true", help="delete the folder's cells first")
     run.add_argument("--retry-failed", action="store_true", help="compute failed cells again")
+
+    build = command("build", "make a paper's evaluation corpus from its source, as a folder in BEIR layout")
+    build.add_argument("name", metavar="NAME", help="msmarco, hotpotqa, nq, limit, limit-small, obliq-math and so on")
+    build.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="folder to write")
+    build.add_argument("--source", metavar="S", default="hub", help="hub, zip (BEIR's archive) or a folder (hub)")
+    build.add_argument("--miner", metavar="SPEC", default="bm25", help="bm25, dense:model=..., or a file of negatives")
+    build.add_argument("--split", metavar="NAME", help="of the judgments (the paper's)")
+    build.add_argument("--queries", metavar="M", help="drawn by the seed (400 where the corpus is mined, else all)")
+    build.add_argument("--negatives", metavar="M", help="mined for each query (24)")
+    build.add_argument("-n", metavar="N", help="documents of the corpus (10,000; nq 8,607; limit: all)")
+    build.add_argument("--revision", metavar="R", help="of the data set on the hub (the newest)")
+    build.add_argument("--seed", metavar="S", default="0", help="of queries and of documents drawn at random (0)")
+    build.add_argument("--device", metavar="DEVICE", default="auto", help="of a dense miner (auto)")
+    build.add_argument("--cache", metavar="DIR", type=Path, help="archives and mined lists (~/.cache/icr-bench/build)")
 
     train = command("train", "train weights from a recipe; the same command goes on where an earlier one stopped")
     train.add_argument("recipe", metavar="RECIPE", help="a YAML file or a name (icr-bench list recipes)")
@@ -237,6 +251,36 @@ def _plan(options: argparse.Namespace, command: str) -> int:
         planned = plan(suite, shown)
     print(render(planned), end="")
     return FAILED if any(cell.problem for cell in planned) else OK
+
+
+def _build(options: argparse.Namespace, command: str) -> int:
+    from icr_bench.harness.build import Wish, build
+
+    def number(given: str | None, flag: str, lowest: int) -> int | None:
+        return None if given is None else parse_numbers(given, flag, lowest)[0]
+
+    sizes = None if options.n is None else parse_sizes(options.n)
+    if sizes is not None and (len(sizes) != 1 or not isinstance(sizes[0], int)):
+        raise UsageError(f"-n {options.n!r}: expected one number of documents, such as 10k")
+    wish = Wish(
+        name=options.name,
+        source=options.source,
+        miner=options.miner,
+        split=options.split,
+        queries=number(options.queries, "--queries", 1),
+        negatives=number(options.negatives, "--negatives", 0),
+        documents=None if sizes is None else int(sizes[0]),
+        revision=options.revision,
+        seed=parse_numbers(options.seed, "--seed", 0)[0],
+    )
+    cache = options.cache or Path.home() / ".cache" / "icr-bench" / "build"
+    told = build(wish, options.output, cache, options.device)
+    own = ",exclude_self=true" if told["exclude_self"] else ""
+    print(
+        f"{options.output}: {told['queries']:,} queries, {told['documents']:,} documents; "
+        f"icr-bench run -b beir:path={options.output}{own},label={options.name} -r bm25"
+    )
+    return OK
 
 
 def _train(options: argparse.Namespace, command: str) -> int:

@@ -18,6 +18,7 @@ from icr_bench.harness.cli import main, parser
 
 COMMANDS = {
     "baseline",
+    "build",
     "compare",
     "curve",
     "describe",
