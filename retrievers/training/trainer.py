@@ -92,6 +92,12 @@ class Trainer:
         prompt = Prompt(words, recipe.prompt, DIGITS)
         self.learner: Learner | DenseLearner
         if recipe.method == "dense":
+            uneven = any(stage.jitter != 1 or any("documents" in one for one in stage.data) for stage in recipe.stages)
+            if self.world > 1 and uneven:
+                raise ValueError(
+                    "method dense on several processes takes as many documents on each: no jitter, and no "
+                    "documents of a source"
+                )
             self.learner = DenseLearner(backbone, prompt, recipe.kl)
         else:
             if aids := recipe.supervision:

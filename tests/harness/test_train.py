@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -383,3 +384,88 @@ def test_two_processes_equal_one_that_accumulates(tmp_path: Path) -> None:
     assert len(one) > 30
     assert all(torch.allclose(one[name], two[name], rtol=1e-3, atol=1e-6) for name in one)
     assert any(one[name].abs().max() > 1e-3 for name in one)
+
+
+def processes(told: str, out: Path, program: str, ranks: int) -> dict[str, torch.Tensor]:
+    """The gradients of the first of so many processes that train together."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "WORLD_SIZE": f"{ranks}"}
+    command = [sys.executable, "-c", program, told, str(out)]
+    begun = [subprocess.Popen(command, env={**os.environ, **shared, "RANK": f"{rank}"}) for rank in range(ranks)]
+    assert [process.wait(timeout=300) for process in begun] == [0] * ranks
+    return load_file(out / "gradients.safetensors")
+
+
+TOGETHER = """
+from icr_bench.retrievers.training import dense
+
+step = trainer.step * 2
+pair = [trainer.batch(*told.stage(5), step + part, __import__("random").Random(0))[0] for part in (0, 1)]
+asked = iter((pair[1], pair[0]))
+dense._of_others = lambda vectors: trainer.learner.vectors(next(asked).documents)
+trainer._one("""
+
+
+def test_dense_models_of_two_processes_share_their_documents(tmp_path: Path) -> None:
+    """Two processes with a batch each, and one that accumulates both and is given the other's documents each time."""
+    changes = {"method": "dense", "supervision": None, "sink": None}
+    plain = {"jitter": 1, "attention": 0, "probes": 0, "alphabets": 0}
+    alone, both = tmp_path / "alone", tmp_path / "both"
+    stages = [RECIPE["stages"][0] | plain, RECIPE["stages"][1] | plain | {"onpolicy": 0, "sink": 0}]
+    one = processes(
+        recipe(alone, **changes, stages=stages, accumulate=2), alone, GRADIENTS.replace("trainer._one(", TOGETHER), 1
+    )
+    two = processes(recipe(both, **changes, stages=stages), both, GRADIENTS, 2)
+    assert len(one) > 20
+    assert all(torch.allclose(one[name], two[name], rtol=1e-3, atol=1e-6) for name in one)
+    apart = processes(
+        recipe(tmp_path / "apart", **changes, stages=stages, accumulate=2), tmp_path / "apart", GRADIENTS, 1
+    )
+    assert not all(torch.allclose(apart[name], two[name], rtol=1e-2, atol=1e-6) for name in apart)
+
+
+def test_dense_models_of_several_processes_take_as_many_documents_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    told = recipe(tmp_path, method="dense", supervision=None, sink=None, stages=stage(attention=0, probes=0))
+    assert main(["train", told, "-o", str(tmp_path / "out")]) == 2
+    assert "no jitter" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_dense_training_beats_its_start_on_held_out_queries_by_far(tmp_path: Path) -> None:
+    """From a language model of Qwen3's architecture, on words that were never trained on."""
+    from icr_bench.harness.sources import Data
+    from icr_bench.retrievers.training.dense import sentence_transformer
+    from icr_bench.retrievers.weights import SHIPPED
+
+    start = tmp_path / "start"
+    shutil.copytree(SHIPPED / "tiny-base", start)
+    sentence_transformer(start, 128, 400)
+    stages = [
+        {
+            "steps": 200,
+            "lr": [[0, 0.0], [20, 0.002], [200, 0.0001]],
+            "documents": 48,
+            "queries": 48,
+            "recompute": True,
+            "data": [{"source": "biographies", "likes": [3, 8]}],
+        }
+    ]
+    changes = {"method": "dense", "shape": None, "supervision": None, "sink": None, "start": str(start)}
+    limits = {"prompt": {"cap": 200, "offset": 200, "before": "", "after": ""}, "save_every": 200, "check_every": 200}
+    told = recipe(tmp_path, **changes, **limits, log_every=50, stages=stages)
+    assert main(["train", told, "-o", str(tmp_path / "out")]) == 0
+    asked = Data(0, tmp_path, ()).held_out(64, 8)
+    rights = []
+    for model in (start, tmp_path / "out" / "model"):
+        dense = Dense(model=str(model))  # type: ignore[arg-type]
+        dense.load()
+        dense.index([Document(number, text) for number, text in enumerate(asked.documents)])
+        found = dense.search(asked.queries, 1)
+        rights.append(sum(one.numbers[0] in golds for one, golds in zip(found, asked.golds, strict=True)))
+    assert rights[0] < 24
+    assert rights[1] > rights[0] + 16

@@ -291,6 +291,17 @@ def test_targets_of_a_prefix_that_no_document_has() -> None:
     assert shares[0, 3].sum() == 0
 
 
+def test_dense_gradients_are_the_same_when_layers_are_computed_again(model: Path) -> None:
+    found = []
+    for recompute in (False, True):
+        backbone, words, _ = load_backbone(str(model))
+        learner = DenseLearner(backbone.requires_grad_(True), Prompt(words, SETTINGS, 4), kl=0.5)
+        learner(SCORED, CODES, Weights(), Config(), random.Random(5), recompute)[0].backward()
+        found.append({name: p.grad for name, p in learner.named_parameters() if p.grad is not None})
+    assert len(found[0]) > 20
+    assert all(torch.allclose(found[0][name], found[1][name], atol=1e-6) for name in found[0])
+
+
 def test_dense_loss_equals_a_slow_computation(model: Path) -> None:
     backbone, words, _ = load_backbone(str(model))
     learner = DenseLearner(backbone, Prompt(words, SETTINGS, 4), kl=0.5)
