@@ -262,7 +262,7 @@ def _opened(path: Path, name: str, archive: zipfile.ZipFile | None) -> Iterator[
             with gzip.open(raw) as stream:
                 yield stream  # type: ignore[misc]
         else:
-            yield raw  # type: ignore[misc]
+            yield raw
 
 
 def _objects(name: str, path: Path, archive: zipfile.ZipFile | None) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -436,7 +436,7 @@ class _Miner:
         if self._scorer is None:
             wanted = {document for query in golds for document in self._given.get(query, ())}
             with bar("reading", count) as advance:
-                held = {}
+                held = dict[str, Row]()
                 for part in chunks(found.rows()):
                     held |= {row.id: row for row in part if row.id in wanted}
                     advance(len(part))
