@@ -113,7 +113,8 @@ def test_texts_of_what_fell_out_are_not_kept() -> None:
 
 
 MEMORY = """
-import random, resource, sys
+import random, sys
+from icr_bench.harness.cell import peak_rss
 from icr_bench.harness.mine import Bm25Scorer, Row, chunks, mine
 from icr_bench.retrievers.bm25 import BM25
 
@@ -136,7 +137,7 @@ for part in chunks(rows()):
     scorer.count([row.text for row in part])
 found = mine(rows(), scorer, 400, 60, Path(sys.argv[2]), lambda count: None)
 assert len(found) == 400
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print(peak_rss())
 """
 
 
