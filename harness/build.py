@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from icr_bench.benchmarks.base import DataError
 from icr_bench.harness.download import Fetched, NotReachable, digest, fetch, hub_file, hub_files
 from icr_bench.harness.errors import UsageError, unknown
+from icr_bench.harness.folder import write
 from icr_bench.harness.mine import Bm25Scorer, DenseScorer, Row, Scorer, chunks, mine
 from icr_bench.harness.prepare import place
 from icr_bench.harness.registry import Registry
@@ -281,6 +282,7 @@ def _objects(name: str, path: Path, archive: zipfile.ZipFile | None) -> Iterator
                     number += 1
                     yield f"{shown}:{number}", row
         return
+    number = 0
     try:
         with _opened(path, name, archive) as stream:
             if ".tsv" in name:
@@ -295,7 +297,7 @@ def _objects(name: str, path: Path, archive: zipfile.ZipFile | None) -> Iterator
                         raise ValueError(f"expected a JSON object, got {type(told).__name__}")
                     yield f"{shown}:{number}", told
     except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
-        at = f":{number}" if "number" in locals() else ""
+        at = f":{number}" if number else ""
         raise DataError(f"{shown}{at}: cannot be read: {error}") from None
 
 
@@ -449,7 +451,7 @@ class _Miner:
             cache.mkdir(parents=True, exist_ok=True)
             with bar("mining", count) as advance:
                 best = mine(found.rows(), self._scorer, self._queries, depth, cache / f"{name}.state", advance)
-            _whole(file, json.dumps(best))
+            write(file, json.dumps(best))
         told = json.loads(file.read_text(encoding="utf-8"))
         return {query: [Row(*row) for row in own] for query, own in zip(golds, told, strict=True)}
 
@@ -561,12 +563,6 @@ def _lines(file: Path, rows: Iterator[dict[str, str]]) -> None:
     with file.open("w", encoding="utf-8", newline="\n") as stream:
         for row in rows:
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def _whole(file: Path, text: str) -> None:
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(file)
 
 
 @contextmanager

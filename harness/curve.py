@@ -13,6 +13,7 @@ import numpy as np
 
 from icr_bench.harness import metrics
 from icr_bench.harness.answers import Entry
+from icr_bench.harness.compare import COSTS
 from icr_bench.harness.errors import UsageError
 from icr_bench.harness.folder import Record
 from icr_bench.harness.tables import github, human_bytes, one_line
@@ -27,14 +28,6 @@ ROUNDING = 1e-9
 
 BELOW, ABOVE = -math.inf, math.inf
 """Positions before the smallest and beyond the largest measured N."""
-
-COSTS: dict[str, tuple[str, str]] = {
-    "query p50": ("time", "query_p50_s"),
-    "index": ("time", "index_s"),
-    "index bytes": ("memory", "index_bytes"),
-    "peak memory": ("memory", "peak_rss_bytes"),
-}
-"""Costs whose growth is fitted -> where a record holds them."""
 
 
 @dataclass(frozen=True)

@@ -351,7 +351,9 @@ class Api(Retriever):
                     raise Refused(
                         self._redacted(f"{self._url}: {error}; the key is read from {self._key_env}")
                     ) from None
-                except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
+                except openai.APIStatusError as error:
+                    if error.status_code >= 500 or error.status_code in (408, 409, 429):
+                        raise  # retried already
                     raise Refused(self._redacted(f"{self._url}: {error}")) from None
                 except (ValueError, openai.APIResponseValidationError):  # no JSON, or not what was to be in it
                     if attempt == self._retries:

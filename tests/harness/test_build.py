@@ -23,7 +23,6 @@ from icr_bench.harness import build as module
 from icr_bench.harness import download
 from icr_bench.harness.cli import main
 from icr_bench.harness.download import NotReachable, fetch
-from icr_bench.harness.errors import UsageError
 
 WORDS = ["otter", "river", "map", "kettle", "lamp", "sea", "tram", "yard", "moss", "pear", "drum", "flag"]
 DOCUMENTS, QUERIES = 400, 30
@@ -393,7 +392,3 @@ def test_a_folder_that_is_not_empty_is_left_alone(build: Build, tmp_path: Path) 
     (tmp_path / "out" / "mine").touch()
     assert build("msmarco", "--source", folder(tmp_path / "source", made())) == 2
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine"]
-
-
-def test_an_unreachable_file_is_a_usage_error() -> None:
-    assert issubclass(NotReachable, UsageError)

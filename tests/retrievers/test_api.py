@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_api import FakeApi
+from fake_api import FakeApi, ranked
 
 from icr_bench.harness.cli import main
 from icr_bench.harness.validate import validate
@@ -154,7 +154,7 @@ def test_retries_end_and_the_query_has_failed(make: Make, fake: FakeApi, fault: 
     assert not list(found.numbers)
     assert len(fake.prompts) <= 9
     assert sum(usage(api)["failures"].values()) == 1
-    assert not list((Path(api._folder)).glob("*")) if Path(api._folder).exists() else True
+    assert not list(Path(api._folder).glob("*"))
 
 
 def test_a_stall_is_cut_off_and_tried_again(make: Make, fake: FakeApi) -> None:
@@ -168,7 +168,7 @@ def test_all_retries_together_have_an_end(make: Make, fake: FakeApi) -> None:
     assert "Timeout" in found.error
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
+@pytest.mark.parametrize("status", [400, 401, 402, 403, 404, 413, 422])
 def test_what_will_not_pass_ends_the_cell_at_once(make: Make, fake: FakeApi, status: int) -> None:
     fake.faults = [str(status)]
     with pytest.raises(Refused) as caught:
@@ -235,7 +235,7 @@ def test_the_context_is_asked_of_the_server(tmp_path: Path) -> None:
 
 def test_a_tournament_asks_part_after_part_then_the_winners(make: Make, fake: FakeApi) -> None:
     texts = [f"person {i} likes thing{i} " + "and words " * 40 for i in range(40)]
-    fake.answer = lambda prompt: " ".join(__import__("fake_api").ranked(prompt, 2))
+    fake.answer = lambda prompt: " ".join(ranked(prompt, 2))
     api = make(texts, context=1_500, strategy="tournament")
     assert ask(api, "thing33", k=2).numbers[0] == 33
     assert usage(api)["rounds_per_query"] == len(fake.prompts) > 4
