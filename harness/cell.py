@@ -45,6 +45,8 @@ class Job(TypedDict):
     depth: int
     max_tokens: int | None
     plan: bool  # estimate only
+    look: dict[str, Any] | None  # what `diagnose` is to look at, instead of timing
+    golds: list[list[int]]  # numbers of each query's relevant documents, only for that
 
 
 class BadRanking(ValueError):
@@ -79,6 +81,14 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
     if job["plan"]:
         return {"status": "ok", "estimate": told, "memory": {}}
 
+    look: Any = None
+    if job["look"] is not None:
+        from icr_bench.retrievers.lm.diagnose import Look
+
+        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in job["look"].items()}
+        look = Look(**given)
+        retriever.check_look(look, len(documents))  # type: ignore[attr-defined]
+
     report("index", 0, 1)
     start = time.perf_counter()
     retriever.index(documents)
@@ -88,7 +98,8 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
     def ask(texts: Sequence[str]) -> list[Ranking]:
         return retriever.search(texts, depth)
 
-    once = retriever.asks_once
+    once = retriever.asks_once or look is not None
+    seen: list[dict[str, Any]] = []
     warmup = [] if once else [queries[i % len(queries)] for i in range(WARMUP)]
     for query in warmup:
         check(ask([query]), 1, len(documents), depth)
@@ -105,7 +116,12 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
         report("queries", begin, len(queries))
         batch = queries[begin : begin + BATCH]
         start = time.perf_counter()
-        rankings = ask(batch)
+        if look is None:
+            rankings = ask(batch)
+        else:
+            golds = job["golds"][begin : begin + BATCH]
+            rankings, rows = retriever.diagnose(batch, golds, depth, look)  # type: ignore[attr-defined]
+            seen += rows
         batched += time.perf_counter() - start
         answers += check(rankings, len(batch), len(documents), depth)
     report("queries", len(queries), len(queries))
@@ -114,11 +130,12 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
         raise TypeError(f"settings must return a dict, got {type(settings).__name__}")
     if once:
         single = [ranking.seconds for ranking in answers if ranking.seconds is not None]
-        batched = batched if len(single) == len(queries) else 0.0  # answers that were kept took no time
+        batched = batched if len(single) == len(queries) else 0.0  # kept answers took none, and to look on takes more
     p50, p95, p99 = (percentile(single, share) if single else None for share in (0.5, 0.95, 0.99))
     return {
         "status": "ok",
         "answers": [[ranking.numbers, ranking.scores, ranking.error] for ranking in answers],
+        "seen": seen,
         "settings": settings,
         "time": {
             "load_s": loaded,

@@ -57,8 +57,9 @@ def parser() -> argparse.ArgumentParser:
 
     run = command("run", "compute the cells of a suite and print its tables; a rerun computes what is missing")
     plan = command("plan", "what the cells of a suite would take, from short calibrations; computes none of them")
+    diagnose = command("diagnose", "why recall falls: what attention sees in every layer, over the cells of a suite")
     spec = "NAME or NAME:key=value,key=value; may be repeated; label= renames its rows"
-    for sub in (run, plan):
+    for sub in (run, plan, diagnose):
         sub.add_argument("suite", nargs="?", metavar="SUITE", help="a YAML file or a name (icr-bench list suites)")
         sub.add_argument("-b", "--benchmark", action="append", metavar="SPEC", help=spec)
         sub.add_argument("-r", "--retriever", action="append", metavar="SPEC", help=spec)
@@ -72,10 +73,22 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--timeout", metavar="S", help="seconds that a cell may take")
         sub.add_argument("--budget", metavar="B", help="what services may take: 200ktokens, or money such as 2.50")
         sub.add_argument("--memory-limit", metavar="B", help="resident bytes that a cell may use, such as 8GB")
-    run.add_argument("-o", "--output", metavar="DIR", type=Path, help=f"folder of the run ({RUNS}/<suite>)")
+    for sub, ending in ((run, ""), (diagnose, "-diagnosis")):
+        sub.add_argument("-o", "--output", metavar="DIR", type=Path, help=f"folder of the run ({RUNS}/<suite>{ending})")
+        sub.add_argument("--fresh", action="store_true", help="delete the folder's cells first")
+        sub.add_argument("--retry-failed", action="store_true", help="compute failed cells again")
     run.add_argument("--dry-run", action="store_true", help="what plan prints: tokens and cost, and nothing is asked")
-    run.add_argument("--fresh", action="store_true", help="delete the folder's cells first")
-    run.add_argument("--retry-failed", action="store_true", help="compute failed cells again")
+    diagnose.add_argument("--layers", metavar="L", help="to look at, such as 0,5,16 (all)")
+    diagnose.add_argument("--heads", metavar="H", help="to look at, such as 0,1 (all)")
+    diagnose.add_argument(
+        "--ties", choices=("miss", "hit"), default="miss", help="what a gold whose score another document has counts as"
+    )
+    diagnose.add_argument(
+        "--tokens", choices=("text", "block"), default="text", help="a document's tokens that MaxSim compares"
+    )
+    diagnose.add_argument(
+        "--per-query", action="store_true", help="keep what the best heads rank first, and the digits' probabilities"
+    )
 
     build = command("build", "make a paper's evaluation corpus from its source, as a folder in BEIR layout")
     build.add_argument("name", metavar="NAME", help="msmarco, hotpotqa, nq, limit, limit-small, obliq-math and so on")
@@ -212,27 +225,57 @@ def _fail(error: Exception, code: int) -> int:
 
 
 def _run(options: argparse.Namespace, command: str) -> int:
-    from icr_bench.harness import tables
+    if options.dry_run:
+        return _plan(options, command)
+    return _compute(options, command, None)
+
+
+def _diagnose(options: argparse.Namespace, command: str) -> int:
+    look = {
+        "layers": None if options.layers is None else parse_numbers(options.layers, "--layers", 0),
+        "heads": None if options.heads is None else parse_numbers(options.heads, "--heads", 0),
+        "ties": options.ties,
+        "tokens": options.tokens,
+        "per_query": options.per_query,
+    }
+    return _compute(options, command, look)
+
+
+def _compute(options: argparse.Namespace, command: str, look: dict[str, Any] | None) -> int:
+    """Run a suite's cells, or look into them, and print and keep the tables."""
+    from icr_bench.harness import diagnose, tables
     from icr_bench.harness.display import display, reason, title
     from icr_bench.harness.export import safe_name
     from icr_bench.harness.folder import latest, write
     from icr_bench.harness.run import run
 
-    if options.dry_run:
-        return _plan(options, command)
     suite = suites.assemble(options.suite, {key: getattr(options, key) for key in suites.KEYS})
-    out: Path = options.output or RUNS / suite.name
+    out: Path = options.output or RUNS / (suite.name + ("" if look is None else "-diagnosis"))
     with display() as shown:
-        outcome = run(suite, out, command, shown, fresh=options.fresh, retry_failed=options.retry_failed)
+        outcome = run(suite, out, command, shown, fresh=options.fresh, retry_failed=options.retry_failed, look=look)
     folder = out / "tables"
     shutil.rmtree(folder, ignore_errors=True)  # they are made from the records again
     folder.mkdir()
-    for table in tables.build(latest(out), None, shlex.join(["icr-bench", "table", str(out)])):
-        name = f"{safe_name(table.benchmark)}-{table.name}"
+    again = shlex.join(["icr-bench", "table", str(out)]) if look is None else command
+
+    def build(records: list[Record], command: str) -> list[tables.Table]:
+        return tables.build(records, None, command) if look is None else diagnose.tables(records, command)
+
+    for table in build(latest(out), again):
+        name = f"{safe_name(table.benchmark)}-{safe_name(table.name)}"
         for form, ending in tables.ENDINGS.items():
             write(folder / f"{name}.{ending}", table.render(form))
-    for table in tables.build(outcome.records, None, command):
+    for table in build(outcome.records, command):
         print(table.render("md"))
+    if look is not None:
+        pictures = out / "pictures"
+        shutil.rmtree(pictures, ignore_errors=True)
+        pictures.mkdir()
+        try:
+            for picture in diagnose.draw(latest(out), pictures):
+                print(picture)
+        except MissingExtra as error:
+            print(f"icr-bench: no pictures: {error}", file=sys.stderr)
     print(f"{outcome.computed} cells computed, {outcome.reused} there already; records, rankings and tables: {out}")
     for record in outcome.failed:
         print(

@@ -22,7 +22,7 @@ Row = tuple[str, int, str, int]
 FORMAT = 1
 
 ABOUT, LOCK = "run.json", ".lock"
-OWN = ("cells.jsonl", "rankings", "judgments", "documents", "tables", "logs", "work", ABOUT)
+OWN = ("cells.jsonl", "rankings", "judgments", "documents", "tables", "pictures", "logs", "work", ABOUT)
 """What a run writes, in the order in which it is deleted: the file that makes the folder a run's goes last."""
 
 
@@ -152,6 +152,8 @@ class Folder:
         held = self._texts[name]
         wanted = {document for line in rankings for document in line["documents"]}
         wanted |= {document for judged in task.judgments.values() for document in judged}
+        for line in rankings:
+            wanted.update(*line.get("seen", {}).get("top", {}).values())
         new = {
             identity: document.text
             for identity, document in zip(task.ids, task.documents, strict=True)

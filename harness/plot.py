@@ -1,4 +1,4 @@
-"""Scaling curves with their intervals, as a picture for a paper."""
+"""Scaling curves, losses and what was seen inside a model, as pictures for a paper."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from icr_bench.harness import metrics
 from icr_bench.harness.errors import UsageError
+from icr_bench.harness.folder import Record
 from icr_bench.harness.tables import Table
 from icr_bench.retrievers.base import MissingExtra
 
@@ -17,6 +18,14 @@ ENDINGS = (".png", ".svg", ".pdf")
 
 LOG = "log.jsonl"
 """What `icr-bench train` writes into its folder."""
+
+LAYER_PANELS = (
+    ("gold first, heads summed (R_sum)", "r_sum"),
+    ("gold first in any head (R_any)", "r_any"),
+    ("first digit right", "digit_right"),
+    ("golds' share of attention", "mass"),
+    ("golds' share of the output", "share"),
+)
 
 PANELS = (
     ("cross-entropy, digit 1", ("digit1",)),
@@ -113,6 +122,82 @@ def plot_training(folders: Sequence[Path], file: Path) -> None:
     handles, labels = panel.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 2 * len(panels)))
     _save(figure, file, "training")
+
+
+def plot_layers(records: Sequence[Record], file: Path) -> None:
+    """Draw what a diagnosis saw of one retriever, layer by layer, one curve for each N with its interval as a band: the
+    golds' rank by MaxSim, the first digit, and the golds' share of attention and of what it writes (the paper's figures
+    2 and 3).
+
+    Args:
+        records: finished cells of one retriever on one benchmark, in the order of N.
+        file: where to write; its ending chooses PNG, SVG or PDF.
+
+    Raises:
+        UsageError: the ending is another.
+        MissingExtra: matplotlib is not installed.
+    """
+    _check(file)
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6.4), layout="constrained")
+    colours = matplotlib.colormaps["viridis"]
+    *panels, spare = figure.subplots(2, 3, sharey=True).flat
+    for panel, (title, name) in zip(panels, LAYER_PANELS, strict=True):
+        for number, record in enumerate(records):
+            seen = record["diagnosis"]
+            points = [(layer, own) for layer, own in zip(seen["layers"], seen[name], strict=True) if own]
+            layers = [layer for layer, _ in points]
+            value, low, high = ([own[kind] for _, own in points] for kind in ("value", "low", "high"))
+            colour = colours(0.9 * number / max(len(records) - 1, 1))
+            panel.plot(layers, value, marker="o", markersize=3, color=colour, label=f"N={record['n']:,}")
+            panel.fill_between(layers, low, high, color=colour, alpha=0.2, linewidth=0)
+        panel.set_title(title)
+        panel.set_xlabel("layer")
+        panel.set_xlim(seen["layers"][0] - 0.5, seen["layers"][-1] + 0.5)
+        panel.xaxis.get_major_locator().set_params(integer=True)
+        panel.set_ylim(-0.02, 1.02)
+        panel.grid(alpha=0.3)
+    spare.set_axis_off()
+    spare.legend(*panel.get_legend_handles_labels(), title="bands: 95% intervals", loc="center")
+    figure.suptitle(_whose(records))
+    _save(figure, file, "diagnosis")
+
+
+def plot_heads(records: Sequence[Record], file: Path) -> None:
+    """Draw the share of queries whose gold a head ranks first, layers against heads, one map for each N.
+
+    Args, raises: as `plot_layers`.
+    """
+    _check(file)
+    from matplotlib.figure import Figure
+
+    seen = records[0]["diagnosis"]
+    layers, heads = len(seen["layers"]), len(seen["heads"])
+    size = (max(1.8, 0.22 * heads + 1.2) * len(records) + 0.8, max(2.6, 0.16 * layers + 1.6))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(1, len(records), squeeze=False, sharey=True)[0]
+    for panel, record in zip(panels, records, strict=True):
+        rows = [own or [float("nan")] * heads for own in record["diagnosis"]["r_head"]]
+        image = panel.imshow(rows, vmin=0, vmax=1, aspect="auto", origin="lower", interpolation="nearest")
+        panel.set_title(f"N={record['n']:,}")
+        panel.set_xlabel("head")
+        panel.set_xticks(_few(heads), [str(seen["heads"][at]) for at in _few(heads)])
+        panel.set_yticks(_few(layers), [str(seen["layers"][at]) for at in _few(layers)])
+    panels[0].set_ylabel("layer")
+    figure.colorbar(image, ax=list(panels), label="share of queries with a gold first")
+    figure.suptitle(_whose(records))
+    _save(figure, file, "diagnosis")
+
+
+def _few(count: int) -> list[int]:
+    """Places of at most ten labels."""
+    return list(range(0, count, -(-count // 10)))
+
+
+def _whose(records: Sequence[Record]) -> str:
+    return f"{records[0]['retriever']} on {records[0]['benchmark']}, {records[0]['queries']['declared']} queries"
 
 
 def _check(file: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from icr_bench.benchmarks.base import Benchmark, Task
-from icr_bench.harness import metrics
+from icr_bench.harness import diagnose, metrics
 from icr_bench.harness.cell import Job
 from icr_bench.harness.display import Lines
 from icr_bench.harness.environment import environment, machine_id
@@ -50,16 +50,34 @@ class Outcome:
         return FAILED if self.failed else OK
 
 
-def run(suite: Suite, out: Path, command: str, display: Lines, *, fresh: bool, retry_failed: bool) -> Outcome:
+def run(
+    suite: Suite,
+    out: Path,
+    command: str,
+    display: Lines,
+    *,
+    fresh: bool,
+    retry_failed: bool,
+    look: dict[str, Any] | None = None,
+) -> Outcome:
     """Compute the cells of a suite that the folder does not hold yet.
+
+    Args:
+        look: what to look at inside the retrievers, instead of timing them.
 
     Raises:
         UsageError, DataError, MissingExtra: before the first cell, if anything asked for cannot be had.
     """
     suite, answering, grid = lay_out(suite)
+    name = suite.name
+    if look is not None:
+        name += " (diagnosis)"
+        answering, left = diagnose.check(answering, suite)
+        for line in left:
+            display.say(line)
     outcome = Outcome()
     total = len(grid) * len(answering)
-    with Folder(out, suite.name, command, fresh=fresh) as folder:
+    with Folder(out, name, command, fresh=fresh) as folder:
         if folder.cut_bytes:
             display.say(f"cut a torn last line of {folder.cut_bytes} bytes from {out / 'cells.jsonl'}")
         for prepared in {id(entry[0]): entry for entry in grid}.values():
@@ -69,7 +87,7 @@ def run(suite: Suite, out: Path, command: str, display: Lines, *, fresh: bool, r
             task = benchmark.at(n)
             for retriever in answering:
                 number = len(outcome.records) + 1
-                draft = draft_record(suite, command, asked, seed, benchmark, task, retriever)
+                draft = draft_record(suite, command, asked, seed, benchmark, task, retriever, look)
                 held = folder.latest.get(row(draft))
                 if held and held["key"] == draft["key"] and not _again(held, draft, retry_failed):
                     outcome.records.append(held)
@@ -119,7 +137,14 @@ def _again(held: Record, draft: Record, retry_failed: bool) -> bool:
 
 
 def draft_record(
-    suite: Suite, command: str, asked: Asked, seed: int, benchmark: Benchmark, task: Task, retriever: Answering
+    suite: Suite,
+    command: str,
+    asked: Asked,
+    seed: int,
+    benchmark: Benchmark,
+    task: Task,
+    retriever: Answering,
+    look: dict[str, Any] | None = None,
 ) -> Record:
     """The part of a record that is known beforehand, with the key that tells whether the cell is there already."""
     n = len(task.documents)
@@ -143,6 +168,8 @@ def draft_record(
         "timeout": suite.timeout,
         "memory_limit": suite.memory_limit,
     }
+    if look is not None:
+        config["look"] = look
     draft = {
         "benchmark": asked.spec.row,
         "n": n,
@@ -165,7 +192,16 @@ def draft_record(
     return normal
 
 
-def job_of(suite: Suite, asked: Asked, task: Task, retriever: Spec, seed: int, *, plan: bool = False) -> Job:
+def job_of(
+    suite: Suite,
+    asked: Asked,
+    task: Task,
+    retriever: Spec,
+    seed: int,
+    *,
+    plan: bool = False,
+    look: dict[str, Any] | None = None,
+) -> Job:
     """What the cell's process is given: texts and settings."""
     rng = random.Random(f"icr-bench latency {seed}")
     depth = min(max(suite.cutoffs), len(task.documents))
@@ -181,6 +217,8 @@ def job_of(suite: Suite, asked: Asked, task: Task, retriever: Spec, seed: int, *
         depth=min(depth + 1, len(task.documents)) if exclude else depth,
         max_tokens=asked.common["max_tokens"],
         plan=plan,
+        look=look,
+        golds=[] if look is None else diagnose.golds(task),
     )
 
 
@@ -191,7 +229,8 @@ def compute(
     exclude = asked.common["exclude_self"]
     ids = set(task.ids) if exclude else set()
     depth = draft["config"]["depth"]
-    job = job_of(suite, asked, task, retriever.spec, draft["seed"])
+    look = draft["config"].get("look")
+    job = job_of(suite, asked, task, retriever.spec, draft["seed"], look=look)
     job["filled"]["budget"] = {**suite.budget, "ledger": str((folder.work / "ledger.jsonl").absolute())}
     log = folder.path / "logs" / f"{draft['key'][:16]}.log"
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -210,6 +249,10 @@ def compute(
     else:
         log.unlink()
     kept, tied = order(task, result["answers"], depth, ids)
+    if look is not None:
+        record["diagnosis"] = diagnose.summary(result["seen"], task)
+        for line, row in zip(kept, diagnose.trimmed(result["seen"], record["diagnosis"], task.ids), strict=True):
+            line["seen"] = row
     scored = metrics.score(
         {line["query"]: line["documents"] for line in kept},
         tied,

@@ -29,19 +29,20 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows are retrievers, columns corpus sizes."""
+    """Rows are retrievers, or what ``heading`` says; columns are corpus sizes."""
 
     benchmark: str
     name: str  # a metric, or what is measured
     sizes: list[int]
     rows: list[tuple[str, list[Cell | None]]]
     notes: list[str]
+    heading: str = "retriever"
 
     def render(self, form: Format) -> str:
         """As text that ends with a line feed."""
         if form == "csv":
             return self._csv()
-        head = ["retriever", *(f"N={n:,}" for n in self.sizes)]
+        head = [self.heading, *(f"N={n:,}" for n in self.sizes)]
         body = [[one_line(label), *(cell.text if cell else "" for cell in cells)] for label, cells in self.rows]
         title = one_line(f"{self.benchmark}: {self.name}")
         told = [one_line(note) for note in self.notes]
@@ -58,7 +59,7 @@ class Table:
         writer = csv.writer(out, lineterminator="\n")
         quoting = csv.writer(out, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
         writer.writerow(
-            ["retriever", *(f"{n}" if kind == "value" else f"{n} {kind}" for n in self.sizes for kind in kinds)]
+            [self.heading, *(f"{n}" if kind == "value" else f"{n} {kind}" for n in self.sizes for kind in kinds)]
         )
         for label, cells in self.rows:
             line: list[Any] = [label]
@@ -71,7 +72,7 @@ class Table:
     def as_dict(self) -> dict[str, Any]:
         """For JSON: one entry a cell."""
         cells = [
-            {"retriever": label, "n": n, "text": cell.text, **cell.numbers}
+            {self.heading: label, "n": n, "text": cell.text, **cell.numbers}
             for label, row in self.rows
             for n, cell in zip(self.sizes, row, strict=True)
             if cell
@@ -178,7 +179,8 @@ def _latency(benchmark: str, records: Sequence[Record], command: str) -> Table:
         t = record["time"]
         index = "reused" if t["index_s"] is None else f"{t['index_s']:.2g} s"
         rate = "" if t["queries_per_s"] is None else f", {t['queries_per_s']:.3g}/s"
-        one = "kept answers" if t["query_p50_s"] is None else f"{_ms(t['query_p50_s'])} / {_ms(t['query_p95_s'])} ms"
+        untimed = "not timed" if "diagnosis" in record else "kept answers"
+        one = untimed if t["query_p50_s"] is None else f"{_ms(t['query_p50_s'])} / {_ms(t['query_p95_s'])} ms"
         text = f"{one}{rate}, {index}"
         kept = ("query_p50_s", "query_p95_s", "query_p99_s", "queries_per_s", "index_s", "load_s")
         return Cell(text, {kind: t[kind] for kind in kept})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,9 +16,10 @@ from icr_bench.retrievers.base import Document, Estimate, Ranking, Retriever
 from icr_bench.retrievers.lm.attend import kernel_name
 from icr_bench.retrievers.lm.backbone import load_backbone, made_of, same_fraction
 from icr_bench.retrievers.lm.calibrate import estimate
-from icr_bench.retrievers.lm.corpus import CACHE_GB, Corpus, ask_in_groups, spans
+from icr_bench.retrievers.lm.corpus import CACHE_GB, QUERIES, Corpus, ask_in_groups, spans
 from icr_bench.retrievers.lm.decode import Beam, Codes, search
-from icr_bench.retrievers.lm.engine import Config, Engine, Readout, Routing, Tokens, check_heads, check_layer
+from icr_bench.retrievers.lm.diagnose import Diagnosis, Look, Row, along, at_once, outcomes
+from icr_bench.retrievers.lm.engine import Config, Engine, Queries, Readout, Routing, Tokens, check_heads, check_layer
 from icr_bench.retrievers.lm.prompt import DIGITS, Block, Prompt, PromptSettings, check_digits, digits_for, with_given
 from icr_bench.retrievers.rows import row
 from icr_bench.retrievers.top import top_k
@@ -205,15 +206,66 @@ class BlockSearch(Retriever):
             state = engine.query_pass(cache, blocks, readout, opening=self._opening)
             assert state.scores is not None
             return [top_k(row, k) for row in state.scores.cpu().numpy()]
-        state = engine.query_pass(cache, blocks, opening=self._opening)
+        return self._decode(engine.query_pass(cache, blocks, opening=self._opening), k)
+
+    def _decode(self, state: Queries, k: int) -> list[Ranking]:
+        assert self._tree is not None
         # As many as the beam holds, so that of two k within its width the smaller gives the head of the larger.
         self._width = max(self._beam.width, k)
-        found, scores = search(engine, cache, tree, state, self._words.digits, self._beam, self._width)
+        found, scores, _ = search(
+            self._loaded(), self._corpus.cache, self._tree, state, self._words.digits, self._beam, self._width
+        )
         rankings = []
         for numbers, logs in zip(found.tolist(), scores.tolist(), strict=True):
             named = [(number, log) for number, log in zip(numbers, logs, strict=True) if number >= 0][:k]
             rankings.append(Ranking([number for number, _ in named], [log for _, log in named]))
         return rankings
+
+    def check_look(self, look: Look, documents: int) -> None:
+        """Refuse what `diagnose` could not do with a corpus of that size; after `load`.
+
+        Raises:
+            ValueError: a layer or head that is not there, or answers that are not decoded.
+            NoRoom: too many documents to look at.
+        """
+        if self._readout == "attention":
+            raise ValueError("readout=attention decodes no digits; diagnose tells both, so leave it out")
+        at_once(documents, look, self._loaded(), QUERIES)
+
+    def diagnose(
+        self, queries: Sequence[str], golds: Sequence[Sequence[int]], k: int, look: Look
+    ) -> tuple[list[Ranking], list[Row]]:
+        """What `search` gives, and what was seen of each query meanwhile.
+
+        Args:
+            golds: document numbers of each query, one or more.
+        """
+        tree, engine, cache = self._tree, self._loaded(), self._corpus.cache
+        if tree is None:
+            raise RuntimeError("diagnose before index")
+        ids = self._words.digits
+        rankings, rows = list[Ranking](), list[Row]()
+
+        def ask(blocks: Sequence[Block]) -> list[Ranking]:
+            own = golds[len(rows) : len(rows) + len(blocks)]
+            diagnosis = Diagnosis(engine, cache, own, ids, look)
+            state = engine.query_pass(cache, blocks, opening=self._opening, look=diagnosis)
+            seen = diagnosis.rows()
+            for name, existing in (("constrained", True), ("free", False)):
+                beam = replace(self._beam, existing=existing)
+                for one, outcome in zip(seen, outcomes(engine, cache, tree, state, own, ids, beam), strict=True):
+                    one[name] = outcome
+            if look.per_query:
+                for one, shares in zip(seen, along(engine, cache, state, own, ids), strict=True):
+                    one["digits"] = shares
+            rows.extend(seen)
+            return self._decode(state, k)
+
+        blocks = [self._prompt.query(query) for query in queries]
+        size = at_once(len(cache), look, engine, QUERIES)
+        for begin in range(0, len(blocks), size):
+            rankings += ask_in_groups(blocks[begin : begin + size], ask)
+        return rankings, rows
 
     def _loaded(self) -> Engine:
         if self._engine is None:

@@ -55,7 +55,7 @@ def search(
     digit_ids: Sequence[int],
     beam: Beam,
     k: int = 1,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The best codes of every query.
 
     In a small corpus the digits of each step can leave fewer than k codes of documents to be reached. The search then
@@ -63,15 +63,15 @@ def search(
     (unless codes of no document are allowed); a k beyond the beam's width widens it.
 
     Returns:
-        Documents (Q, width), -1 where a beam ended in no document, and the log-probabilities of their codes in
-        float32, best first.
+        Documents (Q, width), -1 where a beam ended in no document, the log-probabilities of their codes in float32,
+        best first, and the codes.
     """
     assert state.hidden is not None
     ids = torch.tensor(digit_ids, device=engine.backbone.device)
     queries, most = len(state.lengths), max(beam.width, k)
     prefixes = torch.zeros(queries, 1, dtype=torch.long, device=ids.device)
     scores = torch.zeros(queries, 1, device=ids.device)
-    logs = _digit_logs(engine.backbone, state.hidden, ids).unsqueeze(1)  # (Q, 1, 10)
+    logs = digit_logs(engine.backbone, state.hidden, ids).unsqueeze(1)  # (Q, 1, 10)
     for length in range(codes.digits):
         longer = prefixes.unsqueeze(-1) * 10 + torch.arange(10, device=ids.device)  # (Q, B, 10)
         total = scores.unsqueeze(-1) + logs
@@ -94,13 +94,13 @@ def search(
         prefixes = prefixes.gather(1, parents) * 10 + digits
         if length < codes.digits - 1:
             hidden = engine.digit_pass(cache, state, ids[digits], parents)
-            logs = _digit_logs(engine.backbone, hidden, ids)  # (Q, B, 10)
+            logs = digit_logs(engine.backbone, hidden, ids)  # (Q, B, 10)
     order = scores.argsort(dim=1, descending=True, stable=True)
     prefixes, scores = prefixes.gather(1, order), scores.gather(1, order)
-    return codes.document[prefixes].masked_fill(scores == -torch.inf, -1), scores
+    return codes.document[prefixes].masked_fill(scores == -torch.inf, -1), scores, prefixes
 
 
-def _digit_logs(backbone: Backbone, hidden: Tensor, ids: Tensor) -> Tensor:
+def digit_logs(backbone: Backbone, hidden: Tensor, ids: Tensor) -> Tensor:
     """Log-probabilities of the digits, (..., 10), after hidden states (..., width)."""
     parts = [backbone.log_probabilities(rows)[:, ids] for rows in hidden.flatten(0, -2).split(ROWS)]
     logs: Tensor = torch.cat(parts).unflatten(0, hidden.shape[:-1])

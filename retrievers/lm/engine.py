@@ -86,6 +86,19 @@ class Opening:
     hidden: Tensor | None  # (length, width) that enter the first layer above routing; None without routing
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What the last token of each query reads in one layer, for whoever looks on."""
+
+    layer: int
+    q: Tensor  # (Q, H, D) as they score documents in MaxSim
+    scale: Tensor  # (Q, 1, 1) what multiplies them before they attend: 1 / sqrt(D), and s_L log N with SSMax
+    out: Tensor  # (Q, H, D) what the heads read
+    lse: Tensor  # (Q, H) log-sum-exp over all that they see
+    shortlists: list[list[Tensor]] | None  # as in `Queries`, where they are in force; None where all documents are seen
+    hidden: Tensor  # (Q, width) after the layer
+
+
 @dataclass
 class Queries:
     """A batch of queries after their pass: all that the digit passes need."""
@@ -154,6 +167,7 @@ class Engine:
         observe: Callable[[int, Tensor, Tensor], None] = lambda layer, hidden, q: None,
         opening: Opening | None = None,
         tail: int = 1,
+        look: Callable[[Reading], None] | None = None,
     ) -> Queries:
         """Run queries over the corpus up to the token before the first digit.
 
@@ -163,6 +177,7 @@ class Engine:
                 hidden states that enter it, (R, width), and the queries (R, H, D).
             opening: what `opening_pass` made of the tokens that all blocks begin with.
             tail: how many tokens at the end of each block are wanted after the last layer.
+            look: told after each layer what the last token of each block reads there.
         """
         backbone, routing = self.backbone, self.config.routing
         device = backbone.device
@@ -209,10 +224,17 @@ class Engine:
                 rows, slot = (last.unsqueeze(1) - end.flip(0)).flatten(), end.repeat(len(blocks))
                 rows_of = torch.repeat_interleave(torch.arange(len(blocks), device=device), tail)
             upper = routing is not None and number > routing.layer
-            q = wide(q[rows]) * self._scale(number, cache, state, rows_of, place[rows] + 1, routed=upper)
+            kept_here = state.shortlists if upper else None
+            scale = self._scale(number, cache, state, rows_of, place[rows] + 1, routed=upper)
+            plain, q = q, wide(q[rows]) * scale
             own = self._own_rows(q, state.keys[-1], state.values[-1], rows_of, place[rows], slot)
-            attended = self._attended(cache, q, number, rows_of, state.shortlists if upper else None, own)
-            hidden = layer.finish(hidden[rows], attended.to(backbone.dtype))
+            out, lse = self._attended(cache, q, number, rows_of, kept_here, own)
+            hidden = layer.finish(hidden[rows], out.to(backbone.dtype))
+            if look:
+                ends = (
+                    last if number < backbone.depth - 1 else torch.arange(len(blocks), device=device) * tail + tail - 1
+                )
+                look(Reading(number, plain[last], scale[ends], out[ends], lse[ends], kept_here, hidden[ends]))
         state.hidden = hidden
         return state
 
@@ -252,8 +274,8 @@ class Engine:
             upper = routing is not None and (every or number > routing.layer)
             q = wide(q) * self._scale(number, cache, state, row_of, length + 1, routed=upper)
             own = self._own_beams(q, state, number, queries, beams)
-            attended = self._attended(cache, q, number, row_of, state.shortlists if upper else None, own)
-            hidden = layer.finish(hidden, attended.to(backbone.dtype))
+            out, _ = self._attended(cache, q, number, row_of, state.shortlists if upper else None, own)
+            hidden = layer.finish(hidden, out.to(backbone.dtype))
         after: Tensor = hidden.unflatten(0, (queries, beams))
         return after
 
@@ -285,19 +307,21 @@ class Engine:
 
     def _attended(
         self, cache: CorpusCache, q: Tensor, layer: int, row_of: Tensor, kept: list[list[Tensor]] | None, own: Part
-    ) -> Tensor:
-        """What rows read of the corpus and of their own query together, (R, H, D)."""
+    ) -> Part:
+        """What rows read of the corpus and of their own query together, and the log-sum-exp over both."""
         if layer < self.config.blind:
-            return own[0]
-        return self._gate(layer, len(cache), merge([self._corpus(cache, q, layer, row_of, kept), own]))
+            return own
+        out, lse = merge([self.read_corpus(cache, q, layer, row_of, kept), own])
+        gate = self.gate(layer, len(cache), lse)
+        return out if gate is None else out * gate, lse
 
-    def _gate(self, layer: int, documents: int, part: Part) -> Tensor:
-        out, lse = part
-        if self.config.sink is not None:
-            threshold = self.config.sink[layer] + math.log((self.config.sink_n or documents) / SINK_START)
-            gate = torch.sigmoid(lse - threshold).unsqueeze(-1)
-            out = out * (1 + self.config.sink_strength * (gate - 1))
-        return out
+    def gate(self, layer: int, documents: int, lse: Tensor) -> Tensor | None:
+        """The sink's factor on what heads read, (R, H, 1), from their log-sum-exp (R, H); None without a sink."""
+        if self.config.sink is None or layer < self.config.blind:
+            return None
+        threshold = self.config.sink[layer] + math.log((self.config.sink_n or documents) / SINK_START)
+        gate = torch.sigmoid(lse - threshold).unsqueeze(-1)
+        return 1 + self.config.sink_strength * (gate - 1)
 
     def _group(self, q: Tensor) -> Tensor:
         """(R, H, D) as (K, R * H / K, D): the rows of each key/value head together."""
@@ -309,7 +333,7 @@ class Engine:
         out, lse = (x.unflatten(1, (rows, -1)).transpose(0, 1).flatten(1, 2) for x in part)
         return out, lse
 
-    def _corpus(
+    def read_corpus(
         self, cache: CorpusCache, q: Tensor, layer: int, row_of: Tensor, kept: list[list[Tensor]] | None
     ) -> Part:
         """What rows (R, H, D) read from the corpus, all of it or the documents on their queries' shortlists."""
@@ -404,14 +428,18 @@ def scoring_rows(blocks: Sequence[Block], tokens: Tokens, q: Tensor, first: int 
     return q[chosen], torch.tensor(owners, dtype=torch.long, device=q.device)
 
 
-def head_scores(backbone: Backbone, shard: Shard, layer: int, rows: Tensor, heads: Sequence[int]) -> Tensor:
-    """(n, R, heads): per document, row (R, H, D) and head the best product with a key of the document's text."""
+def head_scores(
+    backbone: Backbone, shard: Shard, layer: int, rows: Tensor, heads: Sequence[int], *, wrapper: bool = False
+) -> Tensor:
+    """(n, R, heads): per document, row (R, H, D) and head the best product with a key of the document's text, or with
+    one of its whole block."""
+    starts, ends = (shard.starts, shard.ends) if wrapper else (shard.text_starts, shard.text_ends)
     group = backbone.heads // backbone.kv_heads
     scores = torch.empty(len(shard.documents), len(rows), len(heads), device=rows.device)
     for kv_head in sorted({head // group for head in heads}):
         places = [place for place, head in enumerate(heads) if head // group == kv_head]
         q = rows[:, [heads[place] for place in places]].flatten(0, 1).unsqueeze(0)
-        best = maxsim(q, shard.layers[layer][0][kv_head : kv_head + 1], shard.text_starts, shard.text_ends)
+        best = maxsim(q, shard.layers[layer][0][kv_head : kv_head + 1], starts, ends)
         scores[:, :, places] = best[:, 0].unflatten(1, (len(rows), len(places)))
     return scores
 

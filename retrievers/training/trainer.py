@@ -252,7 +252,7 @@ class Trainer:
         engine = Engine(backbone, Config(ssmax=learner.ssmax, blind=learner.blind), prompt.settings.offset)
         state = engine.query_pass(cache, [prompt.query(query) for query in batch.queries])
         tree = Codes(codes, prompt.digits, backbone.device)
-        found, _ = search(engine, cache, tree, state, prompt.tokenizer.digits, Beam(5))
+        found, *_ = search(engine, cache, tree, state, prompt.tokenizer.digits, Beam(5))
         return _hits(found[:, 0].tolist(), batch)
 
     def _gate(self, stage: Stage, local: int) -> None:

@@ -137,7 +137,7 @@ class Corpus:
         engine = Engine(self.backbone, config or Config(), OFFSET)
         tree = Codes(self.cache.codes, self.cache.digits, self.backbone.device)
         state = engine.query_pass(self.cache, self.queries)
-        documents, scores = search(engine, self.cache, tree, state, self.tokenizer.digits, beam)
+        documents, scores, _ = search(engine, self.cache, tree, state, self.tokenizer.digits, beam)
         assert documents.shape == scores.shape
         assert documents.shape[0] == len(self.queries)
         assert documents.shape[1] <= beam.width
@@ -267,7 +267,9 @@ def test_a_score_is_the_sum_along_the_codes_path_in_float32(model: Path, config:
     engine, ids = Engine(backbone, config, OFFSET), torch.tensor(tokenizer.digits)
     blocks = [prompt.query(query) for query in QUERIES[:2]]
     state = engine.query_pass(cache, blocks)
-    documents, scores = search(engine, cache, Codes(numbers, 4, backbone.device), state, tokenizer.digits, Beam(20, 10))
+    tree = Codes(numbers, 4, backbone.device)
+    documents, scores, found = search(engine, cache, tree, state, tokenizer.digits, Beam(20, 10))
+    assert found.tolist() == [[numbers[document] for document in row] for row in documents.tolist()]
     assert scores.dtype == torch.float32
     assert not torch.equal(scores, scores.bfloat16().float())
     codes = torch.tensor([[int(digit) for digit in f"{number:04d}"] for number in numbers])
