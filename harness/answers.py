@@ -100,6 +100,8 @@ def write_baseline(folder: Path, file: Path, command: str) -> int:
     for entry in read(folder):
         cell: dict[str, Any] = {key: entry.record[key] for key in KEPT}
         cell["environment"] = {"machine": {"id": entry.record["environment"]["machine"]["id"]}}
+        if "diagnosis" in entry.record:
+            cell["diagnosis"], cell["queries"] = entry.record["diagnosis"], entry.record["queries"]
         if entry.graded:
             cell["answers"] = {
                 "queries": entry.graded.queries,

@@ -165,6 +165,10 @@ def parser() -> argparse.ArgumentParser:
     recommend.add_argument("--max-memory", metavar="B", help="of the process, and of a GPU, such as 8GB")
     recommend.add_argument("--format", choices=("md", "json"), default="md", help="md by default")
 
+    claims = command("claims", "the BlockSearch paper's claims, judged on measured cells")
+    claims.add_argument("file", metavar="FILE", type=Path, help="a YAML file that names families and records")
+    claims.add_argument("-o", "--output", metavar="FILE", type=Path, help="Markdown file to write (standard output)")
+
     export = command("export", "write TREC runs and qrels of a run's finished cells")
     export.add_argument("folder", metavar="DIR", type=Path, help="folder of a run")
     export.add_argument("-o", "--output", metavar="DIR", type=Path, help="folder to write to (DIR/trec)")
@@ -436,6 +440,22 @@ def _recommend(options: argparse.Namespace, command: str) -> int:
     advices = recommend.advise(curve.curves(entries, wish.metric), wish, curve.failures(entries))
     print(recommend.as_json(advices) if options.format == "json" else recommend.text(advices), end="")
     return recommend.exit_code(advices)
+
+
+def _claims(options: argparse.Namespace, command: str) -> int:
+    from icr_bench.harness import claims
+    from icr_bench.harness.folder import write
+
+    found = claims.gather(*claims.load(options.file))
+    if not found:
+        raise UsageError(f"{options.file}: its records hold no cell of its families")
+    text = claims.render(found, command)
+    if options.output:
+        write(options.output, text)
+        print(options.output)
+    else:
+        print(text, end="")
+    return OK
 
 
 def _export(options: argparse.Namespace, command: str) -> int:

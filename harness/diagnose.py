@@ -255,7 +255,7 @@ def _tables(records: Sequence[Record], command: str) -> list[Table]:
         f"ranks {behind} the others"
     )
     mean = f"[low, high]: {metrics.INTERVAL}"
-    written = _written(first)
+    written = most_written(first)
     best = max(range(len(last["layers"])), key=lambda at: _value(last["r_sum"][at]))
     shares = {
         "R_sum": ("r_sum", "a gold first, heads summed", ranking),
@@ -323,7 +323,7 @@ def _tables(records: Sequence[Record], command: str) -> list[Table]:
     ]
 
 
-def _written(found: Mapping[str, Any]) -> int:
+def most_written(found: Mapping[str, Any]) -> int:
     """The layer in which golds have the largest share of what attention writes."""
     layer: int = found["layers"][int(np.argmax([_value(own) for own in found["share"]]))]
     return layer

@@ -1,0 +1,216 @@
+"""Verdicts on the paper's claims, from curves and diagnoses whose answer is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from icr_bench.harness import claims
+from icr_bench.harness.claims import CLAIMS, ROLES, Evidence, Family
+from icr_bench.harness.cli import main
+from icr_bench.harness.curve import Curve
+
+COUNT = 400
+QUERIES = tuple(f"q{number}" for number in range(COUNT))
+
+
+def family(trained: int = 100, **notes: str) -> Family:
+    return Family("toy", {role: role.upper() for role in ROLES}, trained, notes=notes)
+
+
+def curve(role: str, values: Mapping[int, float], latency: Mapping[int, float] | None = None) -> Curve:
+    """One whose first queries are right, as many as the values say."""
+    rows = np.array([np.arange(COUNT) < round(share * COUNT) for share in values.values()], float)
+    records = tuple({"n": n, "time": {"query_p50_s": (latency or {}).get(n)}} for n in values)
+    return Curve("b", role.upper(), 0, QUERIES, tuple(values), rows, records)
+
+
+def judged(claim: str, *, trained: int = 100, seen: Sequence[Any] = (), **of: Curve) -> claims.Judged:
+    curves = {role.replace("_", "-"): own for role, own in of.items()}
+    return CLAIMS[claim][1](Evidence(family(trained), "b", curves, {"base": seen} if seen else {}))
+
+
+def told(value: float, half: float = 0.02) -> dict[str, float]:
+    return {"value": value, "low": value - half, "high": value + half}
+
+
+@pytest.mark.parametrize(
+    ("claim", "one", "other"),
+    [
+        ("random codes", "base", "position"),
+        ("on-policy", "base", "offpolicy"),
+        ("ssmax", "ssmax", "base"),
+        ("routing", "routing", "base"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("left", "right", "verdict"),
+    [
+        (0.8, 0.5, "holds"),
+        (0.5, 0.8, "does not hold"),
+        (0.8, 0.8, "does not hold"),
+        (0.8025, 0.8, "does not hold"),  # one query of 400
+    ],
+)
+def test_one_row_above_another(claim: str, one: str, other: str, left: float, right: float, verdict: str) -> None:
+    found = judged(claim, **{one: curve(one, {50: 1.0, 900: left}), other: curve(other, {50: 1.0, 900: right, 999: 1})})
+    assert found.verdict == verdict
+    assert f"N=900: {one.upper()} {left:.3f}, {other.upper()} {right:.3f}" in found.told
+    assert judged(claim, **{one: curve(one, {50: 1.0})}).verdict == "not measured"
+
+
+def test_few_queries_cannot_tell() -> None:
+    rng = np.random.default_rng(0)
+    own = {role: curve(role, {900: 0.5}) for role in ("base", "position")}
+    mixed = Curve("b", "POSITION", 0, QUERIES, (900,), rng.permutation(own["position"].values[0])[None], ())
+    found = judged("random codes", base=own["base"], position=mixed)
+    assert found.verdict == "cannot be told"
+
+
+@pytest.mark.parametrize(
+    ("values", "trained", "verdict"),
+    [
+        ({100: 0.9, 1000: 0.2}, 100, "holds"),
+        ({100: 0.9, 1000: 0.8}, 100, "does not hold"),
+        ({100: 0.9, 1000: 0.45}, 100, "cannot be told"),
+        ({100: 0.9, 999: 0.1}, 100, "not measured"),
+        ({50: 0.9, 100: 0.9, 500: 0.2, 2000: 0.1}, 100, "holds"),
+    ],
+)
+def test_collapse(values: dict[int, float], trained: int, verdict: str) -> None:
+    assert judged("collapse", trained=trained, base=curve("base", values)).verdict == verdict
+
+
+@pytest.mark.parametrize(("sink", "verdict"), [(0.5, "holds"), (0.4, "holds"), (0.7, "does not hold")])
+def test_sink(sink: float, verdict: str) -> None:
+    assert judged("sink", base=curve("base", {9: 0.5}), sink=curve("sink", {9: sink})).verdict == verdict
+
+
+def test_both_together() -> None:
+    rows = {"base": curve("base", {9: 0.5}), "ssmax": curve("ssmax", {9: 0.7})}
+    for value, verdict in ((0.9, "holds"), (0.6, "does not hold"), (0.7, "cannot be told")):
+        assert judged("both", **rows, ssmax_routing=curve("ssmax-routing", {9: value})).verdict == verdict
+    for values, verdict in (({5: 0.9, 9: 0.9}, "holds"), ({5: 0.9, 9: 0.1}, "does not hold")):
+        both = curve("ssmax-routing", values)
+        assert judged("dense", ssmax_routing=both, dense=curve("dense", {5: 0.5, 9: 0.5})).verdict == verdict
+
+
+def test_latency() -> None:
+    base = curve("base", {500: 1, 10_000: 1}, {500: 1.0, 10_000: 20.0})
+    for last, verdict in ((1.7, "holds"), (4.0, "does not hold")):
+        routed = curve("routing", {100: 1, 500: 1, 10_000: 1}, {100: 0.1, 500: 1.0, 10_000: last})
+        found = judged("latency", base=base, routing=routed)
+        assert found.verdict == verdict
+        assert f"ROUTING: x{last:.2f} from N=500 to 10,000" in found.told
+        assert "BASE: x20.00 from N=500 to 10,000, N^1.00" in found.told
+
+
+def cell(n: int, **values: Any) -> dict[str, Any]:
+    chance = {"r_sum": 0.01, "r_any": 0.04, "digit_right": 0.1}
+    return {"n": n, "metrics": {"hit@1": told(values.pop("decoded", 0.5))}, "diagnosis": {"chance": chance} | values}
+
+
+def test_gold_share() -> None:
+    def at(n: int, share: float, norm: float) -> dict[str, Any]:
+        return cell(n, layers=[4, 5], share=[None, told(share)], norm=[told(1.0), told(norm)])
+
+    for share, norm, verdict in (
+        (0.1, 0.7, "holds"),
+        (0.85, 0.2, "does not hold"),
+        (0.9, 1.0, "cannot be told"),
+        (0.3, 0.3, "cannot be told"),
+    ):
+        assert judged("gold share", seen=[at(50, 0.9, 1.0), at(900, share, norm)]).verdict == verdict
+    assert judged("gold share", seen=[at(50, 0.9, 1.0)]).verdict == "not measured"
+
+
+def test_any_head() -> None:
+    def at(n: int, some: float, summed: float, decoded: float) -> dict[str, Any]:
+        r_any, r_sum = [told(0.0), told(some)], [None, told(summed)]
+        return cell(n, layers=[0, 1], r_any=r_any, r_sum=r_sum, decoded=decoded)
+
+    for numbers, verdict in (
+        ((0.33, 0.06, 0.19), "holds"),
+        ((0.1, 0.06, 0.19), "does not hold"),
+        ((0.2, 0.06, 0.19), "cannot be told"),
+    ):
+        assert judged("any head", seen=[at(500, 0.98, 0.97, 0.95), at(5000, *numbers)]).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("ranked", "digits", "verdict"),
+    [
+        ((0.1, 0.9, 0.2), (0.1, 0.1, 0.9), "holds"),
+        ((0.1, 0.9, 0.2), (0.1, 0.9, 0.9), "does not hold"),
+        ((0.01, 0.01, 0.01), (0.1, 0.1, 0.9), "cannot be told"),
+        ((0.1, 0.9, 0.2), (0.1, 0.1, 0.12), "cannot be told"),
+    ],
+)
+def test_bands(ranked: Sequence[float], digits: Sequence[float], verdict: str) -> None:
+    one = cell(50, layers=[3, 4, 5], r_sum=[told(x) for x in ranked], digit_right=[told(x) for x in digits])
+    assert judged("bands", seen=[one, one]).verdict == verdict
+
+
+def test_other_queries_are_refused() -> None:
+    other = Curve("b", "POSITION", 0, QUERIES[::-1], (9,), np.ones((1, COUNT)), ())
+    with pytest.raises(claims.UsageError, match="were asked different queries"):
+        judged("random codes", base=curve("base", {9: 0.5}), position=other)
+
+
+TinyModel = Callable[..., Path]
+
+
+def test_from_records_to_markdown(tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run and a diagnosis, as folders and as committed files, give the same page."""
+    model = tiny_model("qwen3", layers=2, seed=5)
+    rows = ["-r", f"blocksearch:model={model},label=toy", "-r", f"blocksearch:model={model},codes=position,label=flat"]
+    asked = ["-b", "limit:likes=3", "-n", "46,50", "--queries", "8", "--latency-queries", "1"]
+    for command, options in (("run", rows), ("diagnose", [*rows[:2], "--heads", "0"])):
+        assert main([command, *asked, *options, "-o", str(tmp_path / command)]) == 0
+        assert main(["baseline", str(tmp_path / command), "-o", str(tmp_path / f"{command}.json")]) == 0
+    pages = []
+    for records in ("[run, diagnose]", "[run.json, diagnose.json]"):
+        notes = "notes: {on-policy: Nobody trained it.}"
+        about = f"families: {{toys: {{base: toy, position: flat, trained: 2, differs: all of it., {notes}}}}}"
+        (tmp_path / "claims.yaml").write_text(f"records: {records}\n{about}\n")
+        assert main(["claims", str(tmp_path / "claims.yaml"), "-o", str(tmp_path / "claims.md")]) == 0
+        pages.append((tmp_path / "claims.md").read_text(encoding="utf-8"))
+    assert pages[0] == pages[1]
+    page = pages[0]
+    assert "What differs from the paper: all of it." in page
+    assert "## toys, limit" in page
+    assert page.count("\n- **") == len(CLAIMS)
+    assert "**not measured**: The on-policy loss adds over teacher forcing (3.4). no cells of offpolicy. Nobody" in page
+    assert all(f"### limit: toy, {name}" in page for name in claims.BEYOND)
+    capsys.readouterr()
+    assert main(["claims", str(tmp_path / "claims.yaml")]) == 0
+    assert capsys.readouterr().out == page.replace(f" -o {tmp_path / 'claims.md'}", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: [", "cannot be read as YAML"),
+        ("[]", "expected a mapping of records"),
+        ("records: x\nfamilies: {}", "expected a mapping of records"),
+        ("records: []\nfamilies: {f: 1}", "family f: expected a mapping of base, position"),
+        ("records: []\nfamilies: {f: {trained: 5, sin: x}}", "unknown key 'sin'; did you mean sink"),
+        ("records: []\nfamilies: {f: {base: x}}", "family f: trained must be the documents of a training step"),
+        (
+            "records: []\nfamilies: {f: {trained: 5, notes: {on policy: x}}}",
+            "unknown claim 'on policy'; did you mean on",
+        ),
+        ("records: []\nfamilies: {f: {trained: 5}}", "its records hold no cell of its families"),
+        ("records: [nowhere]\nfamilies: {f: {trained: 5}}", "nowhere: expected the folder of a run"),
+    ],
+)
+def test_a_file_that_cannot_be_used(
+    text: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "claims.yaml").write_text(text)
+    assert main(["claims", str(tmp_path / "claims.yaml")]) == 2
+    assert problem in capsys.readouterr().err
