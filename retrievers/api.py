@@ -379,15 +379,23 @@ class Api(Retriever):
 
         try:
             async with self._client() as client:
-                told = (await client.models.retrieve(self._model)).model_dump()
+                models = [model.model_dump() async for model in client.models.list()]
         except (openai.OpenAIError, ValueError) as error:
             raise ValueError(
                 self._redacted(f"{self._url} does not tell the context of {self._model} ({error}); give context=")
             ) from None
-        meta = told.get("meta") or {}
-        for held, key in ((told, "max_model_len"), (told, "context_length"), (meta, "n_ctx_train")):
-            if isinstance(held.get(key), int):
-                return int(held[key])
+        named = [one for one in models if self._model in (one.get("id"), *(one.get("aliases") or ()))]
+        # A server of one model answers to any name.
+        for told in named or (models if len(models) == 1 else ()):
+            meta = told.get("meta") or {}
+            for held, key in (
+                (told, "max_model_len"),
+                (told, "context_length"),
+                (meta, "n_ctx"),
+                (meta, "n_ctx_train"),
+            ):
+                if isinstance(held.get(key), int):
+                    return int(held[key])
         raise ValueError(f"{self._url} does not tell the context of {self._model}; give context=, in tokens")
 
     def _redacted(self, text: str) -> str:

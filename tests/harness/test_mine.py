@@ -112,40 +112,14 @@ def test_texts_of_what_fell_out_are_not_kept() -> None:
     assert [row.id for row in best.ranked()[0]] == ["d3999", "d3998", "d3997"]
 
 
-MEMORY = """
-import random, sys
-from icr_bench.harness.cell import peak_rss
-from icr_bench.harness.mine import Bm25Scorer, Row, chunks, mine
-from icr_bench.retrievers.bm25 import BM25
-
-COUNT = int(sys.argv[1])
-rng = random.Random(0)
-words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 9))) for _ in range(20_000)]
-texts = [" ".join(rng.choices(words, k=60)) for _ in range(1_000)]
-queries = [" ".join(rng.choices(words, k=6)) for _ in range(400)]
-
-
-def rows():
-    for number in range(COUNT):
-        yield Row(f"d{number}", texts[number * 7919 % 1000] + f" {number}")
-
-
-from pathlib import Path
-
-scorer = Bm25Scorer(queries, BM25().analyse, 0.9, 0.4)
-for part in chunks(rows()):
-    scorer.count([row.text for row in part])
-found = mine(rows(), scorer, 400, 60, Path(sys.argv[2]), lambda count: None)
-assert len(found) == 400
-print(peak_rss())
-"""
+MEMORY = Path(__file__).parents[1] / "perf" / "mine.py"
 
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
     peaks = []
     for count in (20_000, 120_000):
-        command = [sys.executable, "-c", MEMORY, str(count), str(tmp_path / "state")]
+        command = [sys.executable, MEMORY, str(count), tmp_path / "state"]
         peaks.append(int(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
     assert peaks[1] < 1.2 * peaks[0]
     assert peaks[1] < 1e9

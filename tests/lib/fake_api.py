@@ -7,7 +7,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -27,11 +27,13 @@ class FakeApi:
     Args:
         faults: what goes wrong with the next requests, one each, in order: a status code, ``429 after 0.2`` (with
             Retry-After), ``truncated``, ``no choice``, ``refusal``, ``stall 0.5``, ``closed``, or ``say TEXT``.
-        context: tokens that the model reads, as /models tells them.
+        models: what /models tells of each, beside its id.
     """
 
-    def __init__(self, faults: list[str] | None = None, context: int | None = None) -> None:
-        self.faults, self.context = list(faults or ()), context
+    def __init__(self, faults: list[str] | None = None, models: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self.faults = list(faults or ())
+        basis = {"object": "model", "created": 0, "owned_by": "test"}
+        self.models = [{"id": name, **basis, **told} for name, told in (models or {"m": {}}).items()]
         self.prompts: list[str] = []
         self.keys: list[str] = []
         self.bodies: list[dict[str, Any]] = []
@@ -49,10 +51,10 @@ class FakeApi:
                 pass
 
             def do_GET(self) -> None:
-                told: dict[str, Any] = {"id": "m", "object": "model", "created": 0, "owned_by": "test"}
-                if fake.context:
-                    told["max_model_len"] = fake.context
-                self.send(200, json.dumps(told).encode())
+                if self.path != "/v1/models":
+                    self.send(404, b"{}")
+                    return
+                self.send(200, json.dumps({"object": "list", "data": fake.models}).encode())
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

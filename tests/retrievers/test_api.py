@@ -220,16 +220,32 @@ def test_a_corpus_that_does_not_fit_is_refused_before_anything_is_sent(make: Mak
     assert not fake.prompts
 
 
-def test_the_context_is_asked_of_the_server(tmp_path: Path) -> None:
-    with FakeApi(context=5_000) as fake:
+@pytest.mark.parametrize(
+    "models",
+    [
+        {"other": {"max_model_len": 9}, "m": {"max_model_len": 5_000}},  # vLLM
+        {"other": {}, "m": {"context_length": 5_000}},  # OpenRouter
+        {
+            "/models/a.gguf": {"aliases": ["m"], "meta": {"n_ctx": 5_000, "n_ctx_train": 8_192}},
+            "other": {},
+        },  # llama.cpp
+        {"/models/a.gguf": {"meta": {"n_ctx_train": 5_000}}},  # a server of one model, under any name
+    ],
+)
+def test_the_context_is_asked_of_the_server(models: dict[str, Any], tmp_path: Path) -> None:
+    with FakeApi(models=models) as fake:
         api = Api(model="m", base_url=fake.url, cache=tmp_path)  # type: ignore[arg-type]
         api.load()
         api.index([Document(0, "text")])
         assert api.settings()["context"] == 5_000
-    with FakeApi() as fake:
+
+
+@pytest.mark.parametrize("models", [{"m": {}}, {"other": {"max_model_len": 9}, "third": {"max_model_len": 9}}])
+def test_a_server_that_does_not_tell_the_context(models: dict[str, Any], tmp_path: Path) -> None:
+    with FakeApi(models=models) as fake:
         api = Api(model="m", base_url=fake.url, cache=tmp_path)  # type: ignore[arg-type]
         api.load()
-        with pytest.raises(ValueError, match="give context="):
+        with pytest.raises(ValueError, match="does not tell the context of m; give context="):
             api.index([Document(0, "text")])
 
 
