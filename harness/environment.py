@@ -19,7 +19,9 @@ import psutil
 LIBRARIES = (
     "bm25s",
     "faiss-cpu",
+    "mteb",
     "numpy",
+    "pyserini",
     "PyStemmer",
     "rank-bm25",
     "sentence-transformers",

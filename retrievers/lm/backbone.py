@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from icr_bench.retrievers.lm.attend import wide
 from icr_bench.retrievers.lm.lora import CONFIG, WEIGHTS, merge_lora, read_config
@@ -198,6 +199,16 @@ def frequencies(config: Any) -> tuple[Tensor, float]:
     return scaled, float(factor)
 
 
+class _Unset(TorchFunctionMode):
+    """Leaves parameters as they are allocated: without memory there is nothing to set, and PyTorch would import its
+    compiler for it, which takes seconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
 def load_backbone(
     model: str, device: str = "cpu", dtype: str = "float32", base: str | None = None
 ) -> tuple[Backbone, Tokenizer, Path]:
@@ -228,7 +239,7 @@ def load_backbone(
     else:
         config, tensors, tokenizer = _read_folder(path)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _Unset():
             backbone = Backbone(config)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{path}: {error}") from None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -409,3 +411,13 @@ def test_the_hub_is_asked_for_a_revision_and_for_nothing_that_could_run(
         refused += ["onnx/model.onnx", "model.gguf", "training_args.bin", "evil.so"]
         brought = [name for name in wanted + refused if any(fnmatch(name, pattern) for pattern in patterns)]
         assert brought == wanted
+
+
+def test_loading_does_not_wait_for_pytorchs_compiler(tiny_model: TinyModel) -> None:
+    code = f"""
+import sys
+from icr_bench.retrievers.lm.backbone import load_backbone
+load_backbone({str(tiny_model("qwen3"))!r})
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
