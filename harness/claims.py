@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
-from icr_bench.harness import answers, diagnose, metrics
+from icr_bench.harness import answers, diagnose, metrics, strict
 from icr_bench.harness.curve import Curve, curves
 from icr_bench.harness.errors import UsageError, unknown
 from icr_bench.harness.folder import Record
@@ -317,9 +315,9 @@ def load(file: Path) -> tuple[list[Family], list[Path]]:
         UsageError: not such a file; named with what was expected.
     """
     try:
-        told = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"{file}: cannot be read as YAML: {error}") from None
+        told = strict.parse(file.read_text(encoding="utf-8"), str(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file}: cannot be read: {error}") from None
     expected = "a mapping of records (a list of folders of runs or baseline files) and families (by name)"
     if not isinstance(told, dict) or set(told) != {"records", "families"}:
         raise UsageError(f"{file}: expected {expected}")

@@ -10,8 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from icr_bench.harness import strict
 from icr_bench.harness.errors import UsageError, unknown
 from icr_bench.harness.spec import ALL, Spec, parse_budget, parse_bytes, parse_numbers, parse_sizes, spec_of
 
@@ -88,13 +87,7 @@ def load(name: str) -> dict[str, Any]:
             raise UsageError(f"{name}: the suite file cannot be read: {error}") from None
     else:
         source = text(name)
-    try:
-        keys = yaml.load(source, _Loader)
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UsageError(f"{name}{line}: not YAML: {error.problem}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UsageError(f"{name}: not YAML: {error}") from None
+    keys = strict.parse(source, name)
     if not isinstance(keys, dict):
         raise UsageError(f"{name}: a suite is a mapping of {', '.join(KEYS)}; got {type(keys).__name__}")
     found: dict[str, Any] = {}
@@ -113,19 +106,6 @@ def load(name: str) -> dict[str, Any]:
         plugins = found["plugin"] if isinstance(found["plugin"], list) else [found["plugin"]]
         found["plugin"] = [str(file.parent / str(plugin)) for plugin in plugins]
     return found
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice; plain YAML would forget the first."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: list[Any] = []
-        for key, _ in node.value:
-            if key.value in seen:
-                problem = f"the key {key.value!r} is given twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen.append(key.value)
-        return super().construct_mapping(node, deep)
 
 
 def _at(error: UsageError, name: str, source: str, key: str) -> UsageError:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from icr_bench.harness import strict
 from icr_bench.harness.errors import FAILED, OK, UsageError, unknown
 from icr_bench.harness.prepare import place
 
@@ -45,8 +46,8 @@ def parse(recipe: str) -> Recipe:
     path = Path(recipe)
     try:
         if path.suffix in (".yaml", ".yml"):
-            return parse_recipe(path.read_text(encoding="utf-8"), recipe)
-        return parse_recipe(text(recipe), recipe)
+            return parse_recipe(strict.parse(path.read_text(encoding="utf-8"), recipe), recipe)
+        return parse_recipe(strict.parse(text(recipe), recipe), recipe)
     except RecipeError as error:
         raise UsageError(str(error)) from None
     except (OSError, UnicodeDecodeError) as error:

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-import yaml
-
 from icr_bench.retrievers.lm.prompt import PromptSettings
 from icr_bench.retrievers.training.learner import Aids
 
@@ -141,17 +139,16 @@ class RecipeError(ValueError):
     """A recipe that cannot be trained; the message names the file and the key."""
 
 
-def parse_recipe(text: str, name: str) -> Recipe:
-    """Read and check a recipe.
+def parse_recipe(told: Any, name: str) -> Recipe:
+    """Check a recipe, given as what its YAML holds.
 
     Raises:
-        RecipeError: not YAML, or keys that are unknown, missing or contradict each other; the message begins with
-            ``name``.
+        RecipeError: keys that are unknown, missing or contradict each other; the message begins with ``name``.
     """
     try:
-        recipe: Recipe = _build(Recipe, yaml.safe_load(text), "recipe")
+        recipe: Recipe = _build(Recipe, told, "recipe")
         _check(recipe)
-    except (ValueError, yaml.YAMLError) as error:
+    except ValueError as error:
         raise RecipeError(f"{name}: {' '.join(str(error).split())}") from None
     return recipe
 

@@ -194,7 +194,8 @@ def test_from_records_to_markdown(tiny_model: TinyModel, tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("a: [", "cannot be read as YAML"),
+        ("a: [", "claims.yaml:1: not YAML"),
+        ("records: []\nfamilies: {f: {base: x, base: y}}", "claims.yaml:2: not YAML: the key 'base' is given twice"),
         ("[]", "expected a mapping of records"),
         ("records: x\nfamilies: {}", "expected a mapping of records"),
         ("records: []\nfamilies: {f: 1}", "family f: expected a mapping of base, position"),

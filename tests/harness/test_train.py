@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from icr_bench.harness.cli import main
 from icr_bench.retrievers.base import Document
 from icr_bench.retrievers.blocksearch import BlockSearch
 from icr_bench.retrievers.dense import Dense
+from icr_bench.retrievers.training import trainer
 from icr_bench.retrievers.training.trainer import CHECKPOINT
 
 RECIPE: dict[str, Any] = {
@@ -302,6 +304,13 @@ def test_recipes_that_make_no_sense_are_refused(name: str, tmp_path: Path, capsy
     assert not (tmp_path / "out" / CHECKPOINT).exists()
 
 
+def test_a_key_given_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = Path(recipe(tmp_path))
+    file.write_text(file.read_text() + "ssmax: 0.1\nssmax: 0.2\n")
+    assert main(["train", str(file), "-o", str(tmp_path / "out")]) == 2
+    assert f"recipe.yaml:{file.read_text().count(chr(10))}: not YAML: the key 'ssmax' is" in capsys.readouterr().err
+
+
 def test_recipes_that_come_along_can_be_read_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "recipes"]) == 0
     names = capsys.readouterr().out.split()
@@ -469,3 +478,37 @@ def test_dense_training_beats_its_start_on_held_out_queries_by_far(tmp_path: Pat
         rights.append(sum(one.numbers[0] in golds for one, golds in zip(found, asked.golds, strict=True)))
     assert rights[0] < 24
     assert rights[1] > rights[0] + 16
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"golds": [[]] * 4}, "no document of the batch answers "),
+        ({"golds": [[99]] * 4}, "golds [99] of "),
+        ({"documents": ["the same"] * 6}, "two documents of a batch are equal"),
+    ],
+)
+def test_a_batch_that_cannot_teach_stops_the_training(
+    change: dict[str, Any],
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """From the fourth step on; the checkpoint of the second is whole, and the training goes on from there."""
+    check = trainer._check
+    steps = [0]
+
+    def spoilt(batch: Any) -> None:
+        steps[0] += 1
+        check(batch if steps[0] < 4 else replace(batch, **change))
+
+    told = recipe(tmp_path, stages=stage(), check_every=100)
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "_check", spoilt)
+        assert main(["train", told, "-o", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert problem in error
+    assert weights(tmp_path / "out")
+    assert main(["train", told, "-o", str(tmp_path / "out")]) == 0
+    assert "step 4/4" in capsys.readouterr().err
