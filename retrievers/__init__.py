@@ -15,6 +15,8 @@ RETRIEVERS = {
     "dense-tiny": "icr_bench.retrievers.dense:tiny",
     "hybrid": "icr_bench.retrievers.combine:Hybrid",
     "late": "icr_bench.retrievers.late:Late",
+    "lucene": "icr_bench.retrievers.lucene:Lucene",
+    "mteb": "icr_bench.retrievers.mteb:Mteb",
     "rerank": "icr_bench.retrievers.combine:Rerank",
 }
 """Name -> ``module:class``; the module is imported when the name is chosen."""

@@ -25,6 +25,9 @@ CHUNK = 1024
 
 HNSW_LINKS, HNSW_CONSTRUCTION, HNSW_SEARCH = 32, 200, 128
 
+LOSS_QUERIES, LOSS_DEPTH = 256, 10
+"""How many different queries, and how many answers of each, HNSW is held against exact search by."""
+
 
 class Dense(Retriever):
     """One vector a text from a sentence-transformers model; exact inner-product search in float32 by default.
@@ -38,7 +41,8 @@ class Dense(Retriever):
         document_prompt: the same for documents.
         max_length: tokens read of a text, at most; the model's own limit by default.
         batch_size: texts encoded at once.
-        index: ``exact``, or ``faiss-flat`` or ``faiss-hnsw`` (extra ``faiss``).
+        index: ``exact``, or ``faiss-flat`` or ``faiss-hnsw`` (extra ``faiss``). HNSW is approximate: its record says,
+            under ``settings``, what share of the exact best 10 the answers lack, and how often they lack the best.
         trust_remote_code: run code that comes with the model.
     """
 
@@ -140,6 +144,8 @@ class Dense(Retriever):
         }
         if self._index_name == "faiss-hnsw":
             settings["hnsw"] = {"m": HNSW_LINKS, "ef_construction": HNSW_CONSTRUCTION, "ef_search": HNSW_SEARCH}
+            if isinstance(self._vectors, _Faiss):
+                settings["hnsw"] |= self._vectors.loss()
         return settings
 
     def token_spans(self, texts: Sequence[str]) -> list[list[tuple[int, int]]]:
@@ -185,14 +191,41 @@ class _Faiss:
             self._index = faiss.IndexHNSWFlat(dimensions, HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
             self._index.hnsw.efConstruction, self._index.hnsw.efSearch = HNSW_CONSTRUCTION, HNSW_SEARCH
         self._index.add(vectors)
+        self._exact = kind == "faiss-flat"
+        self._depth = 0
+        self._answered: dict[bytes, tuple[Floats, Floats]] = {}  # a query's vector and its best scores, by that vector
 
     def search(self, queries: Floats, k: int) -> list[Ranking]:
         scores, numbers = self._index.search(queries, k)
+        if not self._exact:
+            self._keep(queries, scores[:, :LOSS_DEPTH])
         found = numbers >= 0  # HNSW may find fewer than k
         return [
             Ranking(row[kept].tolist(), values[kept].tolist())
             for row, values, kept in zip(numbers, scores, found, strict=True)
         ]
+
+    def _keep(self, queries: Floats, scores: Floats) -> None:
+        """Hold the first answers to `LOSS_QUERIES` different queries, all of one depth."""
+        if scores.shape[1] != self._depth:
+            self._depth, self._answered = scores.shape[1], {}
+        for query, best in zip(queries, scores, strict=True):
+            if len(self._answered) < LOSS_QUERIES:
+                self._answered[query.tobytes()] = query, best
+
+    def loss(self) -> dict[str, Any]:
+        """What the kept answers lack of the exact ones; a document that scores the same is none that is missed."""
+        if not self._answered:
+            return {}
+        queries, given = (np.stack(rows) for rows in zip(*self._answered.values(), strict=True))
+        exact, _ = self._faiss.downcast_index(self._index.storage).search(queries, self._depth)
+        least = exact - 1e-6 * np.maximum(np.abs(exact), 1)  # sums of another order
+        return {
+            "queries": len(queries),
+            "depth": self._depth,
+            "missed": float((given < least[:, -1:]).mean()),
+            "missed_first": float((given[:, 0] < least[:, 0]).mean()),
+        }
 
     def nbytes(self) -> int:
         return int(self._faiss.serialize_index(self._index).nbytes)

