@@ -47,6 +47,7 @@ class Job(TypedDict):
     plan: bool  # estimate only
     look: dict[str, Any] | None  # what `diagnose` is to look at, instead of timing
     golds: list[list[int]]  # numbers of each query's relevant documents, only for that
+    hidden: list[int | None]  # of the document that may not be returned for it, if there is one
 
 
 class BadRanking(ValueError):
@@ -62,6 +63,13 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
     retriever.progress = lambda done, total: report("index", int(done), int(total))  # type: ignore[method-assign]
     retriever.load()
     loaded = time.perf_counter() - start
+    look: Any = None
+    if job["look"] is not None:
+        from icr_bench.retrievers.lm.diagnose import Look
+
+        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in job["look"].items()}
+        look = Look(**given)
+        retriever.check_look(look, len(job["documents"]))  # type: ignore[attr-defined]
     texts, lengths, shortened = cut(retriever, job["documents"], job["max_tokens"])
     documents = [Document(number, text) for number, text in enumerate(texts)]
     queries, depth = job["queries"], job["depth"]
@@ -80,14 +88,6 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
             raise ValueError(f"estimate: {name} must be a finite number of 0 or more, got {value!r}")
     if job["plan"]:
         return {"status": "ok", "estimate": told, "memory": {}}
-
-    look: Any = None
-    if job["look"] is not None:
-        from icr_bench.retrievers.lm.diagnose import Look
-
-        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in job["look"].items()}
-        look = Look(**given)
-        retriever.check_look(look, len(documents))  # type: ignore[attr-defined]
 
     report("index", 0, 1)
     start = time.perf_counter()
@@ -119,8 +119,8 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
         if look is None:
             rankings = ask(batch)
         else:
-            golds = job["golds"][begin : begin + BATCH]
-            rankings, rows = retriever.diagnose(batch, golds, depth, look)  # type: ignore[attr-defined]
+            golds, hidden = (job[key][begin : begin + BATCH] for key in ("golds", "hidden"))  # type: ignore[literal-required]
+            rankings, rows = retriever.diagnose(batch, golds, depth, look, hidden)  # type: ignore[attr-defined]
             seen += rows
         batched += time.perf_counter() - start
         answers += check(rankings, len(batch), len(documents), depth)

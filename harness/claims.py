@@ -11,7 +11,7 @@ from typing import Any, Literal
 from icr_bench.harness import answers, diagnose, metrics, strict
 from icr_bench.harness.curve import Curve, curves
 from icr_bench.harness.errors import UsageError, unknown
-from icr_bench.harness.folder import Record
+from icr_bench.harness.folder import Record, row
 from icr_bench.harness.tables import github
 
 ROLES = ("base", "position", "offpolicy", "sink", "ssmax", "routing", "ssmax-routing", "dense")
@@ -49,13 +49,18 @@ class Evidence:
 
     family: Family
     benchmark: str
+    seed: int
     curves: Mapping[str, Curve]  # by role
     seen: Mapping[str, Sequence[Record]]  # diagnosed cells by role, in the order of N
 
-    def largest(self, *roles: str) -> int | None:
-        """The largest N at which all these rows were measured."""
+    @property
+    def name(self) -> str:
+        return f"{self.family.name}, {self.benchmark}" + (f", seed {self.seed}" if self.seed else "")
+
+    def shared(self, *roles: str) -> list[int]:
+        """All N at which these rows were measured."""
         held = [set(self.curves[role].sizes) if role in self.curves else set[int]() for role in roles]
-        return max(set.intersection(*held), default=None)
+        return sorted(set.intersection(*held))
 
     def at(self, role: str, n: int) -> metrics.Floats:
         """The metric of every query."""
@@ -109,14 +114,17 @@ def _small(found: Mapping[str, float]) -> bool:
 
 
 def _beats(one: str, other: str) -> Callable[[Evidence], Judged]:
-    """The claim that one row is above another at the largest N."""
+    """The claim that one row is above another, at the largest N at which either still answers."""
 
     def judge(evidence: Evidence) -> Judged:
-        n = evidence.largest(one, other)
-        if n is None:
+        shared = evidence.shared(one, other)
+        if not shared:
             return _missing(evidence, one, other)
-        found, told = _difference(evidence, one, other, n)
-        return Judged(_above(found), told)
+        for n in reversed(shared):
+            if max(_interval(evidence.at(role, n))["low"] for role in (one, other)) > SMALL:
+                found, told = _difference(evidence, one, other, n)
+                return Judged(_above(found), told)
+        return Judged("cannot be told", f"neither is surely above {SMALL} at any N")
 
     return judge
 
@@ -135,6 +143,8 @@ def _collapses(evidence: Evidence) -> Judged:
     if not far or near >= far[0]:
         return Judged("not measured", f"no N of {10 * trained:,} or more, ten times the {trained:,} of training")
     start = _interval(evidence.at("base", near))
+    if start["low"] <= 2 * SMALL:
+        return Judged("cannot be told", f"N={near:,}: {_show(start)}; there is little to lose")
     told = [f"trained with up to {trained:,} documents; N={near:,}: {_show(start)}"]
     for n in far:
         kept = _interval(evidence.at("base", n) - evidence.at("base", near) / 2)
@@ -144,23 +154,25 @@ def _collapses(evidence: Evidence) -> Judged:
 
 
 def _sink(evidence: Evidence) -> Judged:
-    n = evidence.largest("base", "sink")
-    if n is None:
+    shared = evidence.shared("base", "sink")
+    if not shared:
         return _missing(evidence, "base", "sink")
-    found, told = _difference(evidence, "sink", "base", n)
+    found, told = _difference(evidence, "sink", "base", shared[-1])
     if _small(found) or found["high"] < 0:
         return Judged("holds", told)
     return Judged("does not hold" if found["low"] > SMALL else "cannot be told", told)
 
 
 def _best(evidence: Evidence) -> Judged:
-    others = [role for role in ROLES[:-2] if role in evidence.curves]
-    n = evidence.largest("ssmax-routing", *others)
-    if n is None or "ssmax-routing" not in evidence.curves or not others:
+    if "ssmax-routing" not in evidence.curves:
         return _missing(evidence, "ssmax-routing")
+    n = evidence.curves["ssmax-routing"].sizes[-1]
+    others = [role for role in ROLES[:-2] if role in evidence.curves and n in evidence.curves[role].sizes]
+    if not others:
+        return Judged("not measured", f"no other row at N={n:,}")
     found = {role: _difference(evidence, "ssmax-routing", role, n) for role in others}
     closest = min(found, key=lambda role: found[role][0]["value"])
-    told = f"against the closest, {found[closest][1]}"
+    told = f"against the closest of {len(others)}, {found[closest][1]}"
     if any(difference["high"] < 0 for difference, _ in found.values()):
         return Judged("does not hold", told)
     if all(difference["low"] > 0 for difference, _ in found.values()):
@@ -169,10 +181,9 @@ def _best(evidence: Evidence) -> Judged:
 
 
 def _above_dense(evidence: Evidence) -> Judged:
-    n = evidence.largest("ssmax-routing", "dense")
-    if n is None:
+    shared = evidence.shared("ssmax-routing", "dense")
+    if not shared:
         return _missing(evidence, "ssmax-routing", "dense")
-    shared = [n for n in evidence.curves["dense"].sizes if n in evidence.curves["ssmax-routing"].sizes]
     found = [_difference(evidence, "ssmax-routing", "dense", n) for n in shared]
     told = "; ".join(words for _, words in found)
     if any(difference["high"] < 0 for difference, _ in found):
@@ -190,13 +201,15 @@ def _flat(evidence: Evidence) -> Judged:
         if len(records) < 2:
             continue
         first, last = records[0], records[-1]
+        if len({record["environment"]["machine"]["id"] for record in (first, last)}) > 1:
+            continue
         ratio = last["time"]["query_p50_s"] / first["time"]["query_p50_s"]
         exponent = math.log(ratio) / math.log(last["n"] / first["n"])
         if role != "base":
             growth.append(exponent)
         told.append(f"{evidence.label(role)}: x{ratio:.2f} from N={first['n']:,} to {last['n']:,}, N^{exponent:.2f}")
     if not growth:
-        return Judged("not measured", "no two sizes of 256 documents or more with timed queries")
+        return Judged("not measured", "no two sizes of 256 documents or more timed on one machine")
     verdict: Verdict = "holds" if max(growth) <= FLAT else "does not hold"
     return Judged(verdict, "; ".join(told) + f" (nearly flat: N^{FLAT} or less; one timed run, no interval)")
 
@@ -222,6 +235,8 @@ def _share_falls(evidence: Evidence) -> Judged:
         f"layer {layer}, N={records[0]['n']:,} to {records[-1]['n']:,}: share {_show(share[0])} to {_show(share[1])}, "
         f"length {_show(norm[0])} to {_show(norm[1])}"
     )
+    if share[0]["low"] <= 0.5:
+        return Judged("cannot be told", f"{told}; golds never had surely more than half")
     left_low, left_high = norm[1]["low"] / norm[0]["high"], norm[1]["high"] / norm[0]["low"]
     kept_low, kept_high = share[1]["low"] / share[0]["high"], share[1]["high"] / share[0]["low"]
     if kept_high < 1 and kept_high < left_low:
@@ -245,7 +260,14 @@ def _any_ahead(evidence: Evidence) -> Judged:
         f"{_show(first['diagnosis']['r_sum'][at])}; N={last['n']:,}: R_any {_show(some)}, R_sum {_show(summed)}, "
         f"decoding {_show(decoded)}"
     )
-    if some["low"] > max(summed["high"], decoded["high"]):
+    # What is left above chance of each, at least and at most.
+    chances = [{name: one["diagnosis"]["chance"][name] for name in ("r_any", "r_sum")} for one in (first, last)]
+    starts = {name: first["diagnosis"][name][at] for name in ("r_any", "r_sum")}
+    if min(starts[name]["low"] - chances[0][name] for name in starts) <= 0 or some["low"] <= chances[1]["r_any"]:
+        return Judged("cannot be told", f"{told}; not surely above chance ({chances[1]['r_any']:.2g} for R_any)")
+    any_left = (some["low"] - chances[1]["r_any"]) / (starts["r_any"]["high"] - chances[0]["r_any"])
+    sum_left = (summed["high"] - chances[1]["r_sum"]) / (starts["r_sum"]["low"] - chances[0]["r_sum"])
+    if some["low"] > decoded["high"] and any_left > sum_left:
         return Judged("holds", told)
     if some["high"] < max(summed["low"], decoded["low"]):
         return Judged("does not hold", told)
@@ -259,22 +281,23 @@ def _peak(found: Mapping[str, Any]) -> int:
 
 
 def _bands(evidence: Evidence) -> Judged:
-    records = _diagnosed(evidence)
-    if records is None:
-        return NOT_SEEN
-    found = records[0]["diagnosis"]
-    ranked = [own["value"] if own else 0.0 for own in found["r_sum"]]
-    digits = [own["value"] for own in found["digit_right"]]
-    chance = found["chance"]["digit_right"]
-    ranks = next(at for at, value in enumerate(ranked) if value >= max(ranked) / 2)
-    names = next(at for at, value in enumerate(digits) if value >= (chance + max(digits)) / 2)
-    layers = found["layers"]
+    if not evidence.seen.get("base"):
+        return Judged("not measured", "no diagnosis of the base")
+    record = evidence.seen["base"][0]
+    found, chance = record["diagnosis"], record["diagnosis"]["chance"]
+    at, best = _peak(found), max(found["digit_right"], key=lambda own: float(own["value"]))
+    peak = found["r_sum"][at]
+    if peak["low"] <= 2 * chance["r_sum"] or best["low"] <= chance["digit_right"] + SMALL:
+        told = f"N={record['n']:,}: best R_sum {_show(peak)}, best first digit {_show(best)}"
+        return Judged("cannot be told", f"{told}; not both are surely above chance")
+    ranks = next(i for i, own in enumerate(found["r_sum"]) if own and own["value"] >= peak["value"] / 2)
+    half = (chance["digit_right"] + best["value"]) / 2
+    names = next(i for i, own in enumerate(found["digit_right"]) if own["value"] >= half)
     told = (
-        f"N={records[0]['n']:,}: R_sum reaches half of its highest, {max(ranked):.3f}, in layer {layers[ranks]}; the "
-        f"first digit is half way from chance, {chance:.2f}, to its best, {max(digits):.3f}, in layer {layers[names]}"
+        f"N={record['n']:,}: R_sum reaches half of its highest, {peak['value']:.3f}, in layer "
+        f"{found['layers'][ranks]}, and the first digit is half way from chance, {chance['digit_right']:.2f}, to its "
+        f"best, {best['value']:.3f}, in layer {found['layers'][names]}"
     )
-    if max(ranked) < 2 * found["chance"]["r_sum"] or max(digits) < chance + 2 * SMALL:
-        return Judged("cannot be told", told + "; neither is much above chance")
     return Judged("holds" if ranks < names else "does not hold", told)
 
 
@@ -330,9 +353,11 @@ def load(file: Path) -> tuple[list[Family], list[Path]]:
         for key in own:
             if key not in KEYS:
                 raise UsageError(f"{file}: family {name}: {unknown('key', str(key), KEYS)}")
-        if not isinstance(own.get("trained"), int) or own["trained"] < 1:
+        if type(own.get("trained")) is not int or own["trained"] < 1:
             raise UsageError(f"{file}: family {name}: trained must be the documents of a training step, 1 or more")
         notes = own.get("notes", {})
+        if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
+            raise UsageError(f"{file}: family {name}: notes must be texts by claim; the claims are {', '.join(CLAIMS)}")
         for claim in notes:
             if claim not in CLAIMS:
                 raise UsageError(f"{file}: family {name}: {unknown('claim', str(claim), list(CLAIMS))}")
@@ -342,23 +367,36 @@ def load(file: Path) -> tuple[list[Family], list[Path]]:
 
 
 def gather(families: Sequence[Family], paths: Sequence[Path]) -> list[Evidence]:
-    """What the cells hold of each family, benchmark by benchmark; those of which nothing was measured are left out."""
+    """What the cells hold of each family, benchmark by benchmark; those of which nothing was measured are left out.
+
+    Raises:
+        UsageError: a cell is there twice, or was looked into in several ways.
+    """
     entries = [entry for path in paths for entry in answers.read(path)]
-    measured = curves([entry for entry in entries if "diagnosis" not in entry.record], METRIC)
-    looked = diagnose.grouped(entry.record for entry in entries if "diagnosis" in entry.record)
-    names = dict.fromkeys([*(c.benchmark for c in measured), *(own[0]["benchmark"] for own in looked)])
+    kinds = [("diagnosis" in entry.record, *row(entry.record)) for entry in entries]
+    if twice := [kind for kind in kinds if kinds.count(kind) > 1]:
+        _, benchmark, n, retriever, seed = twice[0]
+        raise UsageError(f"two cells of {benchmark}, N={n:,}, {retriever}, seed {seed}; leave one of the records out")
+    measured = {
+        (curve.benchmark, curve.seed, curve.retriever): curve
+        for curve in curves([entry for entry in entries if "diagnosis" not in entry.record], METRIC)
+    }
+    looked: dict[tuple[str, int, str], Sequence[Record]] = {}
+    for records in diagnose.grouped(entry.record for entry in entries if "diagnosis" in entry.record):
+        key = records[0]["benchmark"], records[0]["seed"], records[0]["retriever"]
+        if key in looked:
+            raise UsageError(f"{key[0]}, {key[2]}: cells were looked into in several ways; leave one of them out")
+        looked[key] = records
     found = []
     for family in families:
         role = {label: name for name, label in family.rows.items()}
-        for benchmark in names:
-            own = {role[c.retriever]: c for c in measured if c.benchmark == benchmark and c.retriever in role}
-            seen = {
-                role[records[0]["retriever"]]: records
-                for records in looked
-                if records[0]["benchmark"] == benchmark and records[0]["retriever"] in role
-            }
+        for benchmark, seed in dict.fromkeys((key[0], key[1]) for key in [*measured, *looked]):
+            own, seen = (
+                {role[key[2]]: held for key, held in kind.items() if key[:2] == (benchmark, seed) and key[2] in role}
+                for kind in (measured, looked)
+            )
             if own or seen:
-                found.append(Evidence(family, benchmark, own, seen))
+                found.append(Evidence(family, benchmark, seed, own, seen))  # type: ignore[arg-type]
     return found
 
 
@@ -368,12 +406,12 @@ def render(found: Sequence[Evidence], command: str) -> str:
         "# The paper's claims, on what was measured here\n",
         f"Made by `{command}`. Paper: BlockSearch, arXiv 2607.01538. {metrics.definition(METRIC)}. Differences are "
         f"paired over queries; [low, high]: {metrics.INTERVAL}; medians: 95% intervals from order statistics. A claim "
-        "that one row is above another holds where the interval of the difference at the largest common N is above 0, "
-        f"and does not hold where it is below 0 or within {SMALL} of it; in between it cannot be told with so many "
-        "queries.\n",
+        f"that one row is above another is judged at the largest common N at which either is surely above {SMALL}: it "
+        "holds where the interval of the difference is above 0, and does not hold where it is below 0 or within "
+        f"{SMALL} of it; in between it cannot be told with so many queries.\n",
     ]
     verdicts = [{key: judge(evidence) for key, (_, judge) in CLAIMS.items()} for evidence in found]
-    heads = [f"{evidence.family.name}, {evidence.benchmark}" for evidence in found]
+    heads = [evidence.name for evidence in found]
     body = [[claim, *(own[key].verdict for own in verdicts)] for key, (claim, _) in CLAIMS.items()]
     told.append(github(["claim", *heads], body))
     for evidence, own, head in zip(found, verdicts, heads, strict=True):

@@ -262,11 +262,15 @@ def _compute(options: argparse.Namespace, command: str, look: dict[str, Any] | N
     folder.mkdir()
     again = shlex.join(["icr-bench", "table", str(out)]) if look is None else command
 
+    held = latest(out)
+    if look is not None:  # of cells looked at in several ways, those of this command
+        held = [record for record in held if diagnose.same_look(record["config"]["look"], look)]
+
     def build(records: list[Record], command: str) -> list[tables.Table]:
         return tables.build(records, None, command) if look is None else diagnose.tables(records, command)
 
-    for table in build(latest(out), again):
-        name = f"{safe_name(table.benchmark)}-{safe_name(table.name)}"
+    for table in build(held, again):
+        name = f"{safe_name(table.benchmark)}-{safe_name(table.file) if table.file else table.name}"
         for form, ending in tables.ENDINGS.items():
             write(folder / f"{name}.{ending}", table.render(form))
     for table in build(outcome.records, command):
@@ -276,7 +280,7 @@ def _compute(options: argparse.Namespace, command: str, look: dict[str, Any] | N
         shutil.rmtree(pictures, ignore_errors=True)
         pictures.mkdir()
         try:
-            for picture in diagnose.draw(latest(out), pictures):
+            for picture in diagnose.draw(held, pictures):
                 print(picture)
         except MissingExtra as error:
             print(f"icr-bench: no pictures: {error}", file=sys.stderr)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +24,7 @@ from icr_bench.harness.tables import Cell, Table
 
 if TYPE_CHECKING:
     from icr_bench.harness.prepare import Answering
+    from icr_bench.harness.run import Grid
     from icr_bench.harness.suite import Suite
     from icr_bench.retrievers.lm.diagnose import Row
 
@@ -30,7 +34,7 @@ SHORTLISTS = (1, 4, 16, 64, 256, 1024)
 BEST_HEADS = 3
 """Heads whose first documents are kept with ``--per-query``."""
 
-SHARES = ("r_sum", "r_any", "digit", "digit_right")
+SHARES = ("r_sum", "r_any", "digit", "digit_best", "digit_right")
 """Means over queries, a layer each, with bootstrap intervals."""
 
 MEDIANS = ("norm", "norm_gold", "norm_rest", "share", "mass", "score", "gap")
@@ -53,45 +57,72 @@ WRITTEN = {
     "gap": "log-sum-exp, all else less golds",
 }
 
-_AS_NUMBERS = ("layers", "heads", "top_heads", "top_sum")
-"""What a row is kept without: the record says it for all, or in other words."""
+_COMMON = ("layers", "heads", "chance")
+"""What the record says for all rows."""
 
 Interval = dict[str, float]
 Rows = list[tuple[str, Callable[[Record], Cell | None]]]
 
 
-def check(answering: Sequence[Answering], suite: Suite) -> tuple[list[Answering], list[str]]:
+def check(
+    answering: Sequence[Answering], grid: Grid, suite: Suite, look: Mapping[str, Any]
+) -> tuple[list[Answering], list[str]]:
     """The retrievers that can be looked into, and a line for each that is left out.
 
     Raises:
-        UsageError: none has attention over documents.
+        UsageError: none can, a layer or head is not there, a corpus is too large, or a query has no gold left.
     """
+    from icr_bench.retrievers.lm.diagnose import Look
+
     registry = Registry(suite.plugins)
     filled = {"device": suite.device, "dtype": suite.dtype, "seed": suite.seeds[0], "budget": suite.budget}
     kept, left = [], []
     for one in answering:
-        if hasattr(registry.build("retriever", one.spec, filled), "diagnose"):
-            kept.append(one)
-        else:
-            left.append(f"{one.spec.row}: has no attention over documents to look into")
+        retriever: Any = registry.build("retriever", one.spec, filled)
+        if not hasattr(retriever, "diagnose"):
+            left.append(one.spec.row)
+            continue
+        kept.append(one)
+        try:
+            retriever.check_look(Look(**look), max(n for *_, n in grid))
+        except (ValueError, MemoryError) as error:
+            raise UsageError(f"retriever {one.spec.row}: {error}") from None
     if not kept:
         raise UsageError(
-            f"retriever {left[0]}; take blocksearch or one of its rows, or blocksearch:model=... for any language model"
+            f"retriever {', '.join(left)}: only blocksearch and its rows can be looked into; blocksearch:model=... "
+            "takes any language model"
         )
-    return kept, [f"{line}, left out" for line in left]
+    for asked, _, benchmark, n in grid:
+        task = benchmark.at(n)
+        own = golds(task, exclude=asked.common["exclude_self"])
+        if bare := [query.id for query, one in zip(task.queries, own, strict=True) if not one]:
+            raise UsageError(
+                f"benchmark {asked.spec.row}: the only gold of query {bare[0]!r} may not be returned for it"
+            )
+    return kept, [f"{row}: only blocksearch and its rows can be looked into; left out" for row in left]
 
 
-def golds(task: Task) -> list[list[int]]:
-    """The numbers of each query's relevant documents."""
+def golds(task: Task, *, exclude: bool) -> list[list[int]]:
+    """The numbers of each query's relevant documents, without the one of the query's own id if it is excluded."""
     number = {identity: n for n, identity in enumerate(task.ids)}
     return [
-        sorted(number[d] for d, grade in task.judgments[query.id].items() if grade >= task.relevant and d in number)
+        sorted(
+            number[d]
+            for d, grade in task.judgments[query.id].items()
+            if grade >= task.relevant and d in number and not (exclude and d == query.id)
+        )
         for query in task.queries
     ]
 
 
-def summary(rows: Sequence[Row], task: Task) -> dict[str, Any]:
-    """What a record keeps of what was seen of its queries."""
+def hidden(task: Task) -> list[int | None]:
+    """The number of the document that has each query's id, if there is one."""
+    number = {identity: n for n, identity in enumerate(task.ids)}
+    return [number.get(query.id) for query in task.queries]
+
+
+def summary(rows: Sequence[Row], golds: Sequence[Sequence[int]], n: int) -> dict[str, Any]:
+    """What a record keeps of what was seen of its queries, in a corpus of n documents."""
     layers, heads = rows[0]["layers"], rows[0]["heads"]
     ranks = np.array([row["rank_sum"] for row in rows])  # (Q, layers); 0 where no document is seen
     each = np.array([row["rank_heads"] for row in rows])  # (Q, layers, heads)
@@ -100,6 +131,7 @@ def summary(rows: Sequence[Row], task: Task) -> dict[str, Any]:
         "r_sum": ranks == 1,
         "r_any": (each == 1).any(2),
         "digit": np.array([row["digit"] for row in rows]),
+        "digit_best": np.array([row["digit_best"] for row in rows]),
         "digit_right": np.array([row["digit_right"] for row in rows]),
     }
     found: dict[str, Any] = {"layers": list(layers), "heads": list(heads)}
@@ -107,7 +139,11 @@ def summary(rows: Sequence[Row], task: Task) -> dict[str, Any]:
         told = metrics.intervals({str(i): column for i, column in enumerate(values.astype(float).T)})
         shown = sees if name.startswith("r_") else np.ones_like(sees)
         found[name] = [own if there else None for own, there in zip(told.values(), shown, strict=True)]
-    seen = {name: [_over_heads(row[name]) for row in rows] for name in MEDIANS if name != "share"}
+    # Where no gold is seen, its score is below any other and all else is ahead of it without bound.
+    unseen = {"score": -math.inf, "gap": math.inf}
+    seen = {
+        name: [_over_heads(row[name], unseen.get(name, 0.0)) for row in rows] for name in MEDIANS if name != "share"
+    }
     seen["share"] = [
         [gold / whole if whole else 0.0 for gold, whole in zip(row["norm_gold"], row["norm"], strict=True)]
         for row in rows
@@ -118,45 +154,49 @@ def summary(rows: Sequence[Row], task: Task) -> dict[str, Any]:
     found["r_head"] = [
         [float(x) for x in layer] if there else None for layer, there in zip((each == 1).mean(0), sees, strict=True)
     ]
-    found["shortlist"] = {
-        str(b): [float((own <= b).mean()) if there else None for own, there in zip(ranks.T, sees, strict=True)]
-        for b in SHORTLISTS
-        if b < len(task.documents)
-    }
+    found["shortlist"] = {}
+    for b in (size for size in SHORTLISTS if size < n):
+        told = metrics.intervals({str(i): column for i, column in enumerate((ranks <= b).astype(float).T)})
+        found["shortlist"][str(b)] = [own if there else None for own, there in zip(told.values(), sees, strict=True)]
     found["readout"] = readouts(ranks, each)
     found["outcomes"] = {
         beam: metrics.intervals({kind: np.array([float(row[beam] == kind) for row in rows]) for kind in OUTCOMES})
         for beam in ("constrained", "free")
     }
-    one = np.mean([len(own) / len(task.documents) for own in golds(task)])
+    shares = np.array([len(own) / n for own in golds])
     found["chance"] = {
-        "r_sum": float(one),
-        "r_any": float(np.mean([1 - (1 - len(g) / len(task.documents)) ** len(heads) for g in golds(task)])),
+        "r_sum": float(shares.mean()),
+        "r_any": float((1 - (1 - shares) ** len(heads)).mean()),
         "digit_right": float(np.mean([row["chance"] for row in rows])),
     }
     return found
 
 
-def _over_heads(layers: Sequence[Any]) -> list[float]:
-    """A value a layer: the median over heads where there is one a head, and infinite where there is none."""
+def _over_heads(layers: Sequence[Any], unseen: float) -> list[float]:
+    """A value a layer: the median over heads where there is one a head, of which None counts as ``unseen``."""
     told = []
     for own in layers:
         values = own if isinstance(own, list) else [own]
-        told.append(float(np.median([math.inf if value is None else value for value in values])))
+        told.append(float(np.median([unseen if value is None else value for value in values])))
     return told
 
 
 def median(values: metrics.Floats) -> Interval:
-    """The median, and a 95% interval from order statistics, which takes no assumption about the values."""
-    ordered = np.sort(values)
-    half = 0.98 * math.sqrt(len(ordered))
-    low, high = math.floor(len(ordered) / 2 - half), math.ceil(len(ordered) / 2 + half)
-    last = len(ordered) - 1
-    return {
-        "value": float(np.median(ordered)),
-        "low": float(ordered[min(max(low, 0), last)]),
-        "high": float(ordered[min(max(high - 1, 0), last)]),
-    }
+    """The median, and a 95% interval from order statistics, which takes no assumption about the values; without bounds
+    where there are fewer than six."""
+    ordered, below = np.sort(values), _below(len(values))
+    low, high = (ordered[below - 1], ordered[-below]) if below else (-math.inf, math.inf)
+    return {"value": float(np.median(ordered)), "low": float(low), "high": float(high)}
+
+
+@cache
+def _below(count: int) -> int:
+    """The largest rank that a median of so many values lies below with a probability of 2.5% or less."""
+    rank, total = 0, Fraction(1, 2**count)
+    while total <= Fraction(25, 1000):
+        rank += 1
+        total += Fraction(math.comb(count, rank), 2**count)
+    return rank
 
 
 def readouts(ranks: Any, each: Any) -> dict[str, Interval]:
@@ -176,21 +216,26 @@ def readouts(ranks: Any, each: Any) -> dict[str, Interval]:
 
 
 def trimmed(rows: Sequence[Row], found: Mapping[str, Any], ids: Sequence[str]) -> list[Row]:
-    """Rows as they are kept: of what heads rank first, the best heads' and the best layer's sum, as ids."""
-    rest = [{key: value for key, value in row.items() if key not in _AS_NUMBERS} for row in rows]
+    """Rows as they are kept: without what the record says for all, and of heads the best one's rank; with ``per_query``
+    every head's numbers, and what the best heads and the best layer rank first, as ids."""
     if "top_heads" not in rows[0]:
-        return rest
+        return [
+            {key: value for key, value in row.items() if key not in (*_COMMON, "rank_heads", "mass", "score", "gap")}
+            | {"rank_any": [min(layer) for layer in row["rank_heads"]]}
+            for row in rows
+        ]
     shares = np.array([own or [-1.0] * len(found["heads"]) for own in found["r_head"]])
     order = np.argsort(-shares, axis=None, kind="stable")[:BEST_HEADS]
     best = [tuple(map(int, np.unravel_index(at, shares.shape))) for at in order]
     layer = int(np.argmax([_value(own) for own in found["r_sum"]]))
     kept = []
-    for row, others in zip(rows, rest, strict=True):
+    for row in rows:
         tops = {
             f"layer {found['layers'][at]} head {found['heads'][head]}": row["top_heads"][at][head] for at, head in best
         }
         tops[f"layer {found['layers'][layer]} all heads"] = row["top_sum"][layer]
-        kept.append(others | {"top": {name: [ids[number] for number in own] for name, own in tops.items()}})
+        rest = {key: value for key, value in row.items() if key not in (*_COMMON, "top_heads", "top_sum")}
+        kept.append(rest | {"top": {name: [ids[number] for number in own] for name, own in tops.items()}})
     return kept
 
 
@@ -200,12 +245,31 @@ def tables(records: Iterable[Record], command: str) -> list[Table]:
 
 
 def grouped(records: Iterable[Record]) -> list[list[Record]]:
-    """Finished cells of each benchmark, retriever and seed, in the order of N."""
-    groups: dict[tuple[str, str, int], list[Record]] = {}
+    """Finished cells of each benchmark, retriever, seed and way to look, in the order of N."""
+    groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
         if record["status"] == "ok":
-            groups.setdefault((record["benchmark"], record["retriever"], record["seed"]), []).append(record)
+            key = (record["benchmark"], record["retriever"], record["seed"], _way(record["config"]["look"]))
+            groups.setdefault(key, []).append(record | {"diagnosis": _numbers(record["diagnosis"])})
     return [sorted(own, key=lambda one: int(one["n"])) for own in groups.values()]
+
+
+def same_look(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two diagnoses measured the same things."""
+    return _way(one) == _way(other)
+
+
+def _way(look: Mapping[str, Any]) -> str:
+    return json.dumps({key: value for key, value in look.items() if key != "per_query"}, sort_keys=True)
+
+
+def _numbers(value: Any) -> Any:
+    """The same with infinities, which records hold as text, as numbers."""
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
+    return float(value) if value in ("inf", "-inf") else value
 
 
 def draw(records: Iterable[Record], folder: Path) -> list[Path]:
@@ -231,14 +295,16 @@ class _Group:
     records: Sequence[Record]
     command: str
 
-    def table(self, name: str, heading: str, rows: Rows, *notes: str) -> Table:
+    def table(self, slug: str, name: str, heading: str, rows: Rows, *notes: str) -> Table:
         one = self.records[0]
         label = one["retriever"] + (f" (seed {one['seed']})" if one["seed"] else "")
         cells = [(row, [cell(record) for record in self.records]) for row, cell in rows]
         asked = f"queries: {one['queries']['declared']}; at the last token before the first digit"
         sizes = [record["n"] for record in self.records]
         told = [*notes, asked, f"made by: {self.command}"]
-        return Table(one["benchmark"], f"{label}, {name}", sizes, cells, told, heading)
+        file = f"{one['retriever']}-seed{one['seed']}-{slug}"
+        shown = [(row, own) for row, own in cells if any(own)]
+        return Table(one["benchmark"], f"{label}, {name}", sizes, shown, told, heading, file)
 
     def chances(self, name: str) -> str:
         return ", ".join(f"{record['diagnosis']['chance'][name]:.2g}" for record in self.records)
@@ -257,33 +323,60 @@ def _tables(records: Sequence[Record], command: str) -> list[Table]:
     mean = f"[low, high]: {metrics.INTERVAL}"
     written = most_written(first)
     best = max(range(len(last["layers"])), key=lambda at: _value(last["r_sum"][at]))
+    routing = (records[0]["config"]["retriever"].get("settings") or {}).get("routing")
+    routed = (
+        f"layers above {routing['layer']} rank the shortlist only, so that chance is higher there" if routing else ""
+    )
+    some = f"only heads {', '.join(map(str, first['heads']))}; lengths are of all heads" if look["heads"] else ""
+    always = [note for note in (routed, some) if note]
     shares = {
-        "R_sum": ("r_sum", "a gold first, heads summed", ranking),
-        "R_any": ("r_any", "a gold first in any head, which is likelier in one of many", ranking),
-        "first digit": ("digit_right", "their likeliest digit a gold's first, through the final norm and the head", ""),
+        "r_sum": ("R_sum", "share of queries with a gold first, heads summed", "r_sum", [ranking]),
+        "r_any": (
+            "R_any",
+            "share of queries with a gold first in any head, which is likelier in one of many",
+            "r_any",
+            [ranking, "chance is that of independent heads"],
+        ),
+        "digit_right": (
+            "first digit",
+            "share of queries whose likeliest digit is a gold's first, through the final norm and the head",
+            "digit_right",
+            [],
+        ),
+        "digit": (
+            "the first digit's probability",
+            "probability of the golds' first digits, through the final norm and the head, mean over queries",
+            "digit_right",
+            [],
+        ),
     }
     by_layer = [
         group.table(
+            name,
             title,
             "layer",
             [(str(layer), _get(name, at)) for at, layer in enumerate(first["layers"])],
-            f"share of queries with {what}; chance at each N: {group.chances(name)}",
-            *filter(None, [note]),
+            f"{what}; chance at each N: {group.chances(chance)}",
+            *notes,
+            *always,
             mean,
         )
-        for title, (name, what, note) in shares.items()
+        for name, (title, what, chance, notes) in shares.items()
     ]
     return [
         *by_layer,
         group.table(
+            "written",
             f"what layer {written} writes",
             "of the attention's output",
             [(text, _get(name, first["layers"].index(written))) for name, text in WRITTEN.items()],
             f"layer {written} is the one in which golds have the largest share at the smallest N; medians over queries "
             "(attention and scores: of medians over heads)",
+            *always,
             "[low, high]: 95% interval of the median, from order statistics",
         ),
         group.table(
+            "readout",
             "decoding and reading attention",
             "read by",
             [
@@ -293,9 +386,11 @@ def _tables(records: Sequence[Record], command: str) -> list[Table]:
             ],
             "share of queries with a gold first; layer and head are chosen on the other half of the queries",
             ranking,
+            *always,
             mean,
         ),
         group.table(
+            "shortlists",
             "shortlists",
             "layer, B",
             [
@@ -307,8 +402,11 @@ def _tables(records: Sequence[Record], command: str) -> list[Table]:
             "share of queries with a gold among the first B by all heads of a layer (routing's recall); every B for "
             f"layer {last['layers'][best]}, the best at the largest N; an empty cell: B is not below N",
             ranking,
+            *always,
+            mean,
         ),
         group.table(
+            "codes",
             "what came of the best code",
             "beam",
             [
@@ -352,7 +450,7 @@ def _share(told: Interval) -> Cell:
 def _shortlist(b: int, at: int) -> Callable[[Record], Cell | None]:
     def cell(record: Record) -> Cell | None:
         layers = record["diagnosis"]["shortlist"].get(str(b))
-        return Cell(f"{layers[at]:.3f}", {"value": layers[at]}) if layers else None
+        return _share(layers[at]) if layers else None
 
     return cell
 

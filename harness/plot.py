@@ -23,8 +23,8 @@ LAYER_PANELS = (
     ("gold first, heads summed (R_sum)", "r_sum"),
     ("gold first in any head (R_any)", "r_any"),
     ("first digit right", "digit_right"),
-    ("golds' share of attention", "mass"),
-    ("golds' share of the output", "share"),
+    ("golds' share of attention (median)", "mass"),
+    ("golds' share of the output (median)", "share"),
 )
 
 PANELS = (

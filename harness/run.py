@@ -72,7 +72,8 @@ def run(
     name = suite.name
     if look is not None:
         name += " (diagnosis)"
-        answering, left = diagnose.check(answering, suite)
+        answering, left = diagnose.check(answering, grid, suite, look)
+        suite = replace(suite, cutoffs=tuple(sorted({1, *suite.cutoffs})))  # what decoding is compared by
         for line in left:
             display.say(line)
     outcome = Outcome()
@@ -218,7 +219,8 @@ def job_of(
         max_tokens=asked.common["max_tokens"],
         plan=plan,
         look=look,
-        golds=[] if look is None else diagnose.golds(task),
+        golds=[] if look is None else diagnose.golds(task, exclude=exclude),
+        hidden=diagnose.hidden(task) if exclude else [None] * len(task.queries),
     )
 
 
@@ -250,7 +252,7 @@ def compute(
         log.unlink()
     kept, tied = order(task, result["answers"], depth, ids)
     if look is not None:
-        record["diagnosis"] = diagnose.summary(result["seen"], task)
+        record["diagnosis"] = diagnose.summary(result["seen"], job["golds"], len(task.documents))
         for line, row in zip(kept, diagnose.trimmed(result["seen"], record["diagnosis"], task.ids), strict=True):
             line["seen"] = row
     scored = metrics.score(

@@ -37,6 +37,7 @@ class Table:
     rows: list[tuple[str, list[Cell | None]]]
     notes: list[str]
     heading: str = "retriever"
+    file: str = ""  # its name as part of a file's; the table's own by default
 
     def render(self, form: Format) -> str:
         """As text that ends with a line feed."""

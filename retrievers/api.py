@@ -387,14 +387,15 @@ class Api(Retriever):
         named = [one for one in models if self._model in (one.get("id"), *(one.get("aliases") or ()))]
         # A server of one model answers to any name.
         for told in named or (models if len(models) == 1 else ()):
-            meta = told.get("meta") or {}
+            meta = told.get("meta")
+            meta = meta if isinstance(meta, dict) else {}
             for held, key in (
                 (told, "max_model_len"),
                 (told, "context_length"),
                 (meta, "n_ctx"),
                 (meta, "n_ctx_train"),
             ):
-                if isinstance(held.get(key), int):
+                if isinstance(held.get(key), int) and held[key] > 0:
                     return int(held[key])
         raise ValueError(f"{self._url} does not tell the context of {self._model}; give context=, in tokens")
 

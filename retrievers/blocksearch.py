@@ -12,13 +12,15 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import Tensor
+
 from icr_bench.retrievers.base import Document, Estimate, Ranking, Retriever
 from icr_bench.retrievers.lm.attend import kernel_name
-from icr_bench.retrievers.lm.backbone import load_backbone, made_of, same_fraction
+from icr_bench.retrievers.lm.backbone import load_backbone, made_of, same_fraction, shape_of
 from icr_bench.retrievers.lm.calibrate import estimate
 from icr_bench.retrievers.lm.corpus import CACHE_GB, QUERIES, Corpus, ask_in_groups, spans
 from icr_bench.retrievers.lm.decode import Beam, Codes, search
-from icr_bench.retrievers.lm.diagnose import Diagnosis, Look, Row, along, at_once, outcomes
+from icr_bench.retrievers.lm.diagnose import Diagnosis, Look, Row, along, at_once, untouched
 from icr_bench.retrievers.lm.engine import Config, Engine, Queries, Readout, Routing, Tokens, check_heads, check_layer
 from icr_bench.retrievers.lm.prompt import DIGITS, Block, Prompt, PromptSettings, check_digits, digits_for, with_given
 from icr_bench.retrievers.rows import row
@@ -206,15 +208,17 @@ class BlockSearch(Retriever):
             state = engine.query_pass(cache, blocks, readout, opening=self._opening)
             assert state.scores is not None
             return [top_k(row, k) for row in state.scores.cpu().numpy()]
-        return self._decode(engine.query_pass(cache, blocks, opening=self._opening), k)
+        return self._rankings(*self._decode(engine.query_pass(cache, blocks, opening=self._opening), k)[:2], k)
 
-    def _decode(self, state: Queries, k: int) -> list[Ranking]:
+    def _decode(self, state: Queries, k: int, beam: Beam | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """What `decode.search` finds for a ranking of k."""
         assert self._tree is not None
         # As many as the beam holds, so that of two k within its width the smaller gives the head of the larger.
         self._width = max(self._beam.width, k)
-        found, scores, _ = search(
-            self._loaded(), self._corpus.cache, self._tree, state, self._words.digits, self._beam, self._width
-        )
+        cache, ids = self._corpus.cache, self._words.digits
+        return search(self._loaded(), cache, self._tree, state, ids, beam or self._beam, self._width)
+
+    def _rankings(self, found: Tensor, scores: Tensor, k: int) -> list[Ranking]:
         rankings = []
         for numbers, logs in zip(found.tolist(), scores.tolist(), strict=True):
             named = [(number, log) for number, log in zip(numbers, logs, strict=True) if number >= 0][:k]
@@ -222,7 +226,8 @@ class BlockSearch(Retriever):
         return rankings
 
     def check_look(self, look: Look, documents: int) -> None:
-        """Refuse what `diagnose` could not do with a corpus of that size; after `load`.
+        """Refuse what `diagnose` could not do with a corpus of that size. Before `load`, layers and heads are those
+        of a model that is there already.
 
         Raises:
             ValueError: a layer or head that is not there, or answers that are not decoded.
@@ -230,39 +235,51 @@ class BlockSearch(Retriever):
         """
         if self._readout == "attention":
             raise ValueError("readout=attention decodes no digits; diagnose tells both, so leave it out")
-        at_once(documents, look, self._loaded(), QUERIES)
+        backbone = self._engine.backbone if self._engine else None
+        shape = (backbone.depth, backbone.heads) if backbone else shape_of(self._model, self._base)
+        if shape:
+            at_once(documents, look, *shape)
 
     def diagnose(
-        self, queries: Sequence[str], golds: Sequence[Sequence[int]], k: int, look: Look
+        self,
+        queries: Sequence[str],
+        golds: Sequence[Sequence[int]],
+        k: int,
+        look: Look,
+        hidden: Sequence[int | None] | None = None,
     ) -> tuple[list[Ranking], list[Row]]:
         """What `search` gives, and what was seen of each query meanwhile.
 
         Args:
             golds: document numbers of each query, one or more.
+            hidden: the document that may not be returned for a query; it is no rival of the golds either.
         """
         tree, engine, cache = self._tree, self._loaded(), self._corpus.cache
         if tree is None:
             raise RuntimeError("diagnose before index")
         ids = self._words.digits
+        hidden = [None] * len(queries) if hidden is None else hidden
         rankings, rows = list[Ranking](), list[Row]()
 
         def ask(blocks: Sequence[Block]) -> list[Ranking]:
-            own = golds[len(rows) : len(rows) + len(blocks)]
-            diagnosis = Diagnosis(engine, cache, own, ids, look)
+            asked = slice(len(rows), len(rows) + len(blocks))
+            diagnosis = Diagnosis(engine, cache, golds[asked], ids, look, hidden[asked])
             state = engine.query_pass(cache, blocks, opening=self._opening, look=diagnosis)
             seen = diagnosis.rows()
-            for name, existing in (("constrained", True), ("free", False)):
-                beam = replace(self._beam, existing=existing)
-                for one, outcome in zip(seen, outcomes(engine, cache, tree, state, own, ids, beam), strict=True):
-                    one[name] = outcome
             if look.per_query:
-                for one, shares in zip(seen, along(engine, cache, state, own, ids), strict=True):
+                for one, shares in zip(seen, along(engine, cache, state, golds[asked], ids), strict=True):
                     one["digits"] = shares
+            other = self._decode(untouched(state), k, replace(self._beam, existing=not self._beam.existing))
+            own = self._decode(state, k)
+            kinds = ("constrained", "free") if self._beam.existing else ("free", "constrained")
+            for name, (documents, scores, codes) in zip(kinds, (own, other), strict=True):
+                for one, outcome in zip(seen, diagnosis.outcomes(documents, scores, codes), strict=True):
+                    one[name] = outcome
             rows.extend(seen)
-            return self._decode(state, k)
+            return self._rankings(*own[:2], k)
 
         blocks = [self._prompt.query(query) for query in queries]
-        size = at_once(len(cache), look, engine, QUERIES)
+        size = min(at_once(len(cache), look, engine.backbone.depth, engine.backbone.heads), QUERIES)
         for begin in range(0, len(blocks), size):
             rankings += ask_in_groups(blocks[begin : begin + size], ask)
         return rankings, rows

@@ -266,6 +266,26 @@ def load_backbone(
     return backbone.requires_grad_(False).eval(), tokenizer, given
 
 
+def shape_of(model: str, base: str | None = None) -> tuple[int, int] | None:
+    """Layers and query heads of a local model, told without loading it; None of one that is not there yet.
+
+    Raises:
+        UnsupportedModel: there is no model at that place.
+    """
+    path = Path(locate(made_of(model, base)[-1])[0])
+    if path.is_file():
+        from icr_bench.retrievers.lm.gguf import gguf_shape
+
+        return gguf_shape(path)
+    if not path.is_dir():
+        return None
+    try:
+        told = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return int(told["num_hidden_layers"]), int(told["num_attention_heads"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UnsupportedModel(f"{path}: its config.json cannot be read: {error!r}") from None
+
+
 def made_of(model: str, base: str | None = None) -> list[str]:
     """The models whose weights a model has: itself, and what it adds to if it is an adapter."""
     path = Path(locate(model)[0])

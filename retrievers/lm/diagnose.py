@@ -18,7 +18,7 @@ from torch import Tensor
 from icr_bench.retrievers.lm.attend import wide
 from icr_bench.retrievers.lm.cache import CorpusCache
 from icr_bench.retrievers.lm.corpus import NoRoom
-from icr_bench.retrievers.lm.decode import Beam, Codes, digit_logs, search
+from icr_bench.retrievers.lm.decode import digit_logs
 from icr_bench.retrievers.lm.engine import Engine, Queries, Reading, check_heads, check_layer, head_scores
 
 BYTES = 1 << 28
@@ -61,9 +61,13 @@ Row = dict[str, Any]
   tokens less that of the golds', None where no gold is seen.
 - ``digit``, ``digit_best``, ``digit_right``: the probability of the golds' first digits after the layer, through the
   final norm and the head; the highest one of any digit; and whether that digit is a gold's.
-- ``chance``: golds' different first digits / 10.
+- ``chance``: the share of the corpus's documents whose first digit is a gold's.
 - ``constrained``, ``free``: whether the best code, of the corpus's or of all, is ``right``, wrong from its ``first`` or
   a ``later`` digit on, or the code of no document (``none``).
+
+A share of attention is told to about 1e-6, so that a ``gap`` below -13 is only that. With bfloat16 on a processor that
+multiplies it in hardware, queries are rounded on the way to the whole but not to the golds' part, and shares are good
+to two digits.
 
 With ``per_query`` also ``top_sum`` and ``top_heads``, document numbers, best first; and ``digits``, the probabilities
 of ten digits at each place of the first gold's code, its earlier digits given.
@@ -76,6 +80,7 @@ class Diagnosis:
     Args:
         golds: document numbers of each query, one or more.
         digit_ids: the ids of the digits' tokens.
+        hidden: the document that may not be returned for a query, if there is one.
     """
 
     def __init__(
@@ -85,8 +90,10 @@ class Diagnosis:
         golds: Sequence[Sequence[int]],
         digit_ids: Sequence[int],
         look: Look,
+        hidden: Sequence[int | None],
     ) -> None:
         self.engine, self.cache, self.look = engine, cache, look
+        self._hidden = hidden
         device = engine.backbone.device
         self._golds = [torch.tensor(sorted(set(own)), device=device) for own in golds]
         self._ids = torch.tensor(digit_ids, device=device)
@@ -94,6 +101,8 @@ class Diagnosis:
         self._first = torch.zeros(len(golds), 10, dtype=torch.bool, device=device)  # golds' first digits
         for row, own in zip(self._first, golds, strict=True):
             row[[cache.codes[number] // first for number in own]] = True
+        drawn = torch.tensor(cache.codes, device=device) // first
+        self._chance = torch.bincount(drawn, minlength=10) / len(cache)  # of a document's first digit
         self._layers = looked(look.layers, engine.backbone.depth)
         self._heads = looked(look.heads, engine.backbone.heads)
         self._places = [
@@ -110,14 +119,30 @@ class Diagnosis:
 
     def rows(self) -> list[Row]:
         """What was seen so far, a row a query."""
-        firsts = self._first.sum(1).tolist()
+        chance = (self._first * self._chance).sum(1).tolist()
         where = {"layers": self._layers, "heads": self._heads}
         return [
             where
             | {name: [layer[query] for layer in layers] for name, layers in self._seen.items()}
-            | {"chance": firsts[query] / 10}
+            | {"chance": chance[query]}
             for query in range(len(self._golds))
         ]
+
+    def outcomes(self, documents: Tensor, scores: Tensor, codes: Tensor) -> list[str]:
+        """What came of every query's best code, one of those of `Row`, from what `decode.search` gives."""
+        first = 10 ** (self.cache.digits - 1)
+        told = []
+        for query, golds in enumerate(self._golds):
+            found = zip(documents[query].tolist(), scores[query].tolist(), codes[query].tolist(), strict=True)
+            left = ((d, code) for d, score, code in found if score > -math.inf and d != self._hidden[query])
+            document, code = next(left, (-1, -1))
+            if document in golds:
+                told.append("right")
+            elif document < 0:
+                told.append("none")
+            else:
+                told.append("later" if self._first[query, code // first] else "first")
+        return told
 
     def _ranks(self, reading: Reading) -> dict[str, list[Any]]:
         """The ranks of golds by MaxSim, and their best score."""
@@ -160,6 +185,9 @@ class Diagnosis:
                 continue
             for query, kept in enumerate(reading.shortlists):
                 scores[shard.documents[kept[number]], query] = found[kept[number], query]
+        for query, document in enumerate(self._hidden):
+            if document is not None:
+                scores[document, query] = -torch.inf
         return scores
 
     def _rank(self, scores: Tensor, golds: Tensor) -> list[int]:
@@ -212,28 +240,9 @@ class Diagnosis:
         }
 
 
-def outcomes(
-    engine: Engine,
-    cache: CorpusCache,
-    codes: Codes,
-    state: Queries,
-    golds: Sequence[Sequence[int]],
-    digit_ids: Sequence[int],
-    beam: Beam,
-) -> list[str]:
-    """What came of the best code of every query, one of those of `Row`."""
-    fresh = replace(state, digit_keys=[], digit_values=[])
-    documents, _, found = search(engine, cache, codes, fresh, digit_ids, beam)
-    first = 10 ** (cache.digits - 1)
-    told = []
-    for document, code, own in zip(documents[:, 0].tolist(), found[:, 0].tolist(), golds, strict=True):
-        if document in own:
-            told.append("right")
-        elif codes.document[code] < 0:
-            told.append("none")
-        else:
-            told.append("later" if code // first in {cache.codes[gold] // first for gold in own} else "first")
-    return told
+def untouched(state: Queries) -> Queries:
+    """The same without the digits of any search, for another one."""
+    return replace(state, digit_keys=[], digit_values=[])
 
 
 def along(
@@ -242,7 +251,7 @@ def along(
     """Per query and place of its first gold's code, the probabilities of the ten digits, the earlier ones given."""
     assert state.hidden is not None
     ids = torch.tensor(digit_ids, device=engine.backbone.device)
-    fresh = replace(state, digit_keys=[], digit_values=[])
+    fresh = untouched(state)
     codes = torch.tensor([cache.codes[own[0]] for own in golds], device=ids.device)
     found = [digit_logs(engine.backbone, state.hidden, ids)]
     for place in range(1, cache.digits):
@@ -257,23 +266,24 @@ def looked(chosen: Sequence[int] | None, there: int) -> list[int]:
     return list(range(there)) if chosen is None else sorted(chosen)
 
 
-def at_once(documents: int, look: Look, engine: Engine, queries: int) -> int:
-    """Queries that are looked at together, so that the scores of all documents fit.
+def at_once(documents: int, look: Look, layers: int, heads: int) -> int:
+    """Queries that can be looked at together in a model of that many layers and heads, so that the scores of all
+    documents fit.
 
     Raises:
         ValueError: a layer or head that is not there.
         NoRoom: not even one query's do.
     """
     for layer in look.layers or ():
-        check_layer("layers", layer, engine.backbone.depth)
-    check_heads("heads", looked(look.heads, engine.backbone.heads), engine.backbone.heads)
-    one = documents * len(looked(look.heads, engine.backbone.heads)) * 4
+        check_layer("layers", layer, layers)
+    check_heads("heads", looked(look.heads, heads), heads)
+    one = documents * len(looked(look.heads, heads)) * 4
     if one > BYTES:
         raise NoRoom(
             f"to look at one query takes the scores of {documents:,} documents by each head, {one:,} bytes, more than "
             f"the {BYTES:,} there are; use fewer documents or --heads"
         )
-    return min(BYTES // one, queries)
+    return BYTES // one
 
 
 def _top(scores: Tensor) -> list[list[int]]:

@@ -53,12 +53,9 @@ def read_gguf(path: Path) -> tuple[Any, dict[str, Tensor], Tokenizer]:
     Raises:
         UnsupportedModel: not a GGUF file, or an architecture or tokenizer that is not supported.
     """
-    from gguf import GGUFReader, dequantize
+    from gguf import dequantize
 
-    try:
-        reader = GGUFReader(path)
-    except (ValueError, IndexError, OSError) as error:
-        raise UnsupportedModel(f"{path}: not a readable GGUF file ({error})") from None
+    reader = _open(path)
     fields = reader.fields
 
     def get(key: str, default: Any = None) -> Any:
@@ -93,6 +90,30 @@ def read_gguf(path: Path) -> tuple[Any, dict[str, Tensor], Tokenizer]:
     if "embed_tokens.weight" not in tensors:
         raise UnsupportedModel(f"{path}: holds no token_embd.weight; is it a whole model?")
     return _config(path, architecture, get, need, tensors), tensors, _tokenizer(path, get, need)
+
+
+def gguf_shape(path: Path) -> tuple[int, int]:
+    """Layers and query heads of a GGUF file's model.
+
+    Raises:
+        UnsupportedModel: not a GGUF file of a model.
+    """
+    fields = _open(path).fields
+    try:
+        architecture = fields["general.architecture"].contents()
+        layers, heads = (fields[f"{architecture}.{key}"].contents() for key in ("block_count", "attention.head_count"))
+    except KeyError as error:
+        raise UnsupportedModel(f"{path}: holds no {error}; is it a whole model?") from None
+    return int(layers), int(heads)
+
+
+def _open(path: Path) -> Any:
+    from gguf import GGUFReader
+
+    try:
+        return GGUFReader(path)
+    except (ValueError, IndexError, OSError) as error:
+        raise UnsupportedModel(f"{path}: not a readable GGUF file ({error})") from None
 
 
 def _name(path: Path, name: str) -> str:

@@ -25,13 +25,14 @@ def family(trained: int = 100, **notes: str) -> Family:
 def curve(role: str, values: Mapping[int, float], latency: Mapping[int, float] | None = None) -> Curve:
     """One whose first queries are right, as many as the values say."""
     rows = np.array([np.arange(COUNT) < round(share * COUNT) for share in values.values()], float)
-    records = tuple({"n": n, "time": {"query_p50_s": (latency or {}).get(n)}} for n in values)
+    machine = {"machine": {"id": "one"}}
+    records = tuple({"n": n, "time": {"query_p50_s": (latency or {}).get(n)}, "environment": machine} for n in values)
     return Curve("b", role.upper(), 0, QUERIES, tuple(values), rows, records)
 
 
 def judged(claim: str, *, trained: int = 100, seen: Sequence[Any] = (), **of: Curve) -> claims.Judged:
     curves = {role.replace("_", "-"): own for role, own in of.items()}
-    return CLAIMS[claim][1](Evidence(family(trained), "b", curves, {"base": seen} if seen else {}))
+    return CLAIMS[claim][1](Evidence(family(trained), "b", 0, curves, {"base": seen} if seen else {}))
 
 
 def told(value: float, half: float = 0.02) -> dict[str, float]:
@@ -63,6 +64,19 @@ def test_one_row_above_another(claim: str, one: str, other: str, left: float, ri
     assert judged(claim, **{one: curve(one, {50: 1.0})}).verdict == "not measured"
 
 
+def test_rows_that_answer_nothing_any_more_are_compared_where_they_did() -> None:
+    """Both are at 0 for the largest N, where no difference is left to see."""
+    base, other = (
+        curve("base", {500: 0.9, 5000: 0.4, 10_000: 0.0}),
+        curve("offpolicy", {500: 0.9, 5000: 0.2, 10_000: 0.0}),
+    )
+    found = judged("on-policy", base=base, offpolicy=other)
+    assert found.verdict == "holds"
+    assert "N=5,000" in found.told
+    nothing = judged("on-policy", base=curve("base", {9: 0.0}), offpolicy=curve("offpolicy", {9: 0.01}))
+    assert nothing.verdict == "cannot be told"
+
+
 def test_few_queries_cannot_tell() -> None:
     rng = np.random.default_rng(0)
     own = {role: curve(role, {900: 0.5}) for role in ("base", "position")}
@@ -79,6 +93,7 @@ def test_few_queries_cannot_tell() -> None:
         ({100: 0.9, 1000: 0.45}, 100, "cannot be told"),
         ({100: 0.9, 999: 0.1}, 100, "not measured"),
         ({50: 0.9, 100: 0.9, 500: 0.2, 2000: 0.1}, 100, "holds"),
+        ({100: 0.05, 1000: 0.0}, 100, "cannot be told"),  # little to lose
     ],
 )
 def test_collapse(values: dict[int, float], trained: int, verdict: str) -> None:
@@ -125,6 +140,7 @@ def test_gold_share() -> None:
         (0.3, 0.3, "cannot be told"),
     ):
         assert judged("gold share", seen=[at(50, 0.9, 1.0), at(900, share, norm)]).verdict == verdict
+    assert judged("gold share", seen=[at(50, 0.4, 1.0), at(900, 0.1, 1.0)]).verdict == "cannot be told"
     assert judged("gold share", seen=[at(50, 0.9, 1.0)]).verdict == "not measured"
 
 
@@ -133,12 +149,16 @@ def test_any_head() -> None:
         r_any, r_sum = [told(0.0), told(some)], [None, told(summed)]
         return cell(n, layers=[0, 1], r_any=r_any, r_sum=r_sum, decoded=decoded)
 
-    for numbers, verdict in (
-        ((0.33, 0.06, 0.19), "holds"),
-        ((0.1, 0.06, 0.19), "does not hold"),
-        ((0.2, 0.06, 0.19), "cannot be told"),
+    start = (0.98, 0.97, 0.95)
+    for first, last, verdict in (
+        (start, (0.33, 0.06, 0.19), "holds"),
+        (start, (0.1, 0.06, 0.19), "does not hold"),
+        (start, (0.2, 0.06, 0.19), "cannot be told"),
+        ((0.98, 0.5, 0.9), (0.4, 0.3, 0.1), "cannot be told"),  # ahead, but it fell faster
+        (start, (0.05, 0.0, 0.0), "cannot be told"),  # ahead, but as chance is
+        ((0.05, 0.01, 0.01), (0.3, 0.0, 0.0), "cannot be told"),  # nothing to begin with
     ):
-        assert judged("any head", seen=[at(500, 0.98, 0.97, 0.95), at(5000, *numbers)]).verdict == verdict
+        assert judged("any head", seen=[at(500, *first), at(5000, *last)]).verdict == verdict, (first, last)
 
 
 @pytest.mark.parametrize(
@@ -147,12 +167,19 @@ def test_any_head() -> None:
         ((0.1, 0.9, 0.2), (0.1, 0.1, 0.9), "holds"),
         ((0.1, 0.9, 0.2), (0.1, 0.9, 0.9), "does not hold"),
         ((0.01, 0.01, 0.01), (0.1, 0.1, 0.9), "cannot be told"),
+        ((0.035, 0.03, 0.03), (0.1, 0.1, 0.9), "cannot be told"),
         ((0.1, 0.9, 0.2), (0.1, 0.1, 0.12), "cannot be told"),
     ],
 )
 def test_bands(ranked: Sequence[float], digits: Sequence[float], verdict: str) -> None:
     one = cell(50, layers=[3, 4, 5], r_sum=[told(x) for x in ranked], digit_right=[told(x) for x in digits])
-    assert judged("bands", seen=[one, one]).verdict == verdict
+    assert judged("bands", seen=[one]).verdict == verdict
+
+
+def test_latencies_of_two_machines_make_no_growth() -> None:
+    routed = curve("routing", {500: 1, 10_000: 1}, {500: 1.0, 10_000: 1.0})
+    routed.records[1]["environment"] = {"machine": {"id": "another"}}
+    assert judged("latency", routing=routed).verdict == "not measured"
 
 
 def test_other_queries_are_refused() -> None:
@@ -187,6 +214,9 @@ def test_from_records_to_markdown(tiny_model: TinyModel, tmp_path: Path, capsys:
     assert "**not measured**: The on-policy loss adds over teacher forcing (3.4). no cells of offpolicy. Nobody" in page
     assert all(f"### limit: toy, {name}" in page for name in claims.BEYOND)
     capsys.readouterr()
+    (tmp_path / "twice.yaml").write_text(f"records: [run, run.json]\n{about}\n")
+    assert main(["claims", str(tmp_path / "twice.yaml")]) == 2
+    assert "two cells of limit, N=46, toy, seed 0" in capsys.readouterr().err
     assert main(["claims", str(tmp_path / "claims.yaml")]) == 0
     assert capsys.readouterr().out == page.replace(f" -o {tmp_path / 'claims.md'}", "")
 
@@ -205,6 +235,9 @@ def test_from_records_to_markdown(tiny_model: TinyModel, tmp_path: Path, capsys:
             "records: []\nfamilies: {f: {trained: 5, notes: {on policy: x}}}",
             "unknown claim 'on policy'; did you mean on",
         ),
+        ("records: []\nfamilies: {f: {trained: true}}", "family f: trained must be the documents of a training step"),
+        ("records: []\nfamilies: {f: {trained: 5, notes: }}", "family f: notes must be texts by claim"),
+        ("records: []\nfamilies: {f: {trained: 5, notes: [sink]}}", "family f: notes must be texts by claim"),
         ("records: []\nfamilies: {f: {trained: 5}}", "its records hold no cell of its families"),
         ("records: [nowhere]\nfamilies: {f: {trained: 5}}", "nowhere: expected the folder of a run"),
     ],
