@@ -119,7 +119,7 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
         if look is None:
             rankings = ask(batch)
         else:
-            golds, hidden = (job[key][begin : begin + BATCH] for key in ("golds", "hidden"))  # type: ignore[literal-required]
+            golds, hidden = (job[key][begin : begin + BATCH] for key in ("golds", "hidden"))
             rankings, rows = retriever.diagnose(batch, golds, depth, look, hidden)  # type: ignore[attr-defined]
             seen += rows
         batched += time.perf_counter() - start
