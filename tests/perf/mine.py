@@ -11,6 +11,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import Progress
+
 from icr_bench.harness.cell import peak_rss
 from icr_bench.harness.mine import Bm25Scorer, Row, chunks, mine
 from icr_bench.retrievers.bm25 import BM25
@@ -32,7 +35,9 @@ def main(count: int, state: Path) -> None:
     scorer = Bm25Scorer(queries, BM25().analyse, 0.9, 0.4)
     for part in chunks(rows()):
         scorer.count([row.text for row in part])
-    found = mine(rows(), scorer, QUERIES, NEGATIVES, state, lambda done: print(f"{done:,}", file=sys.stderr))
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("mining", total=count)
+        found = mine(rows(), scorer, QUERIES, NEGATIVES, state, lambda read: bar.advance(task, read))
     assert [len(own) for own in found] == [NEGATIVES] * QUERIES
     print(peak_rss())
 
