@@ -19,6 +19,7 @@ import psutil
 LIBRARIES = (
     "bm25s",
     "faiss-cpu",
+    "faiss-gpu-cu12",
     "mteb",
     "numpy",
     "pyserini",

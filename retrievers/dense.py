@@ -41,8 +41,9 @@ class Dense(Retriever):
         document_prompt: the same for documents.
         max_length: tokens read of a text, at most; the model's own limit by default.
         batch_size: texts encoded at once.
-        index: ``exact``, or ``faiss-flat`` or ``faiss-hnsw`` (extra ``faiss``). HNSW is approximate: its record says,
-            under ``settings``, what share of the exact best 10 the answers lack, and how often they lack the best.
+        index: ``exact``, or ``faiss-flat`` or ``faiss-hnsw`` (extra ``faiss``, or ``faiss-gpu``, with which a flat
+            index lies on the GPU). HNSW is approximate: its record says, under ``settings``, what share of the exact
+            best 10 the answers lack, and how often they lack the best.
         trust_remote_code: run code that comes with the model.
     """
 
@@ -122,7 +123,9 @@ class Dense(Retriever):
             self.progress(start, len(documents))
             parts.append(self.encode([document.text for document in documents[start : start + CHUNK]], "document"))
         vectors = np.concatenate(parts)
-        self._vectors = _Exact(vectors) if self._index_name == "exact" else _Faiss(vectors, self._index_name)
+        self._vectors = (
+            _Exact(vectors) if self._index_name == "exact" else _Faiss(vectors, self._index_name, self._device)
+        )
 
     def search(self, queries: Sequence[str], k: int) -> list[Ranking]:
         if self._vectors is None:
@@ -142,6 +145,8 @@ class Dense(Retriever):
             "device": str(self._encoder.device),
             "dtype": self._dtype,
         }
+        if isinstance(self._vectors, _Faiss):
+            settings["index_device"] = self._vectors.device
         if self._index_name == "faiss-hnsw":
             settings["hnsw"] = {"m": HNSW_LINKS, "ef_construction": HNSW_CONSTRUCTION, "ef_search": HNSW_SEARCH}
             if isinstance(self._vectors, _Faiss):
@@ -180,7 +185,10 @@ class _Exact:
 
 
 class _Faiss:
-    def __init__(self, vectors: Floats, kind: str) -> None:
+    """An index of faiss: of the package for processors, or of the one for GPUs, where a flat index lies on the GPU
+    that encodes (HNSW is of processors in both)."""
+
+    def __init__(self, vectors: Floats, kind: str, device: str) -> None:
         import faiss
 
         self._faiss = faiss
@@ -191,7 +199,11 @@ class _Faiss:
             self._index = faiss.IndexHNSWFlat(dimensions, HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
             self._index.hnsw.efConstruction, self._index.hnsw.efSearch = HNSW_CONSTRUCTION, HNSW_SEARCH
         self._index.add(vectors)
-        self._exact = kind == "faiss-flat"
+        self._bytes = int(faiss.serialize_index(self._index).nbytes)
+        self._exact, self.device = kind == "faiss-flat", "cpu"
+        if self._exact and device.startswith("cuda") and hasattr(faiss, "StandardGpuResources"):
+            self._held, self.device = faiss.StandardGpuResources(), device
+            self._index = faiss.index_cpu_to_gpu(self._held, int(device.partition(":")[2] or 0), self._index)
         self._depth = 0
         self._answered: dict[bytes, tuple[Floats, Floats]] = {}  # a query's vector and its best scores, by that vector
 
@@ -228,7 +240,7 @@ class _Faiss:
         }
 
     def nbytes(self) -> int:
-        return int(self._faiss.serialize_index(self._index).nbytes)
+        return self._bytes
 
 
 tiny = row(Dense, "Dense bi-encoder of 1.7M parameters, trained on what the tiny BlockSearch is.", model="dense-tiny")

