@@ -19,9 +19,11 @@ from icr_bench.harness.cli import main, parser
 COMMANDS = {
     "baseline",
     "build",
+    "claims",
     "compare",
     "curve",
     "describe",
+    "diagnose",
     "doctor",
     "export",
     "lint",
@@ -584,6 +586,12 @@ def test_the_flags_of_run_are_these() -> None:
 def test_the_flags_of_plan_are_those_of_run_that_lead_to_no_folder() -> None:
     flags = {flag for action in dict(_parsers())["plan"]._actions for flag in action.option_strings}
     assert flags == set(RUN_FLAGS.split()) - {"-o", "--output", "--fresh", "--retry-failed", "--dry-run"}
+
+
+def test_the_flags_of_diagnose_are_those_of_run_and_what_to_look_at() -> None:
+    flags = {flag for action in dict(_parsers())["diagnose"]._actions for flag in action.option_strings}
+    more = {"--layers", "--heads", "--ties", "--tokens", "--per-query"}
+    assert flags == (set(RUN_FLAGS.split()) - {"--dry-run"}) | more
 
 
 def test_every_command_takes_plugins() -> None:

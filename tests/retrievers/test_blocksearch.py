@@ -93,6 +93,9 @@ def cell(
         depth=3,
         max_tokens=max_tokens,
         plan=False,
+        look=None,
+        golds=[],
+        hidden=[],
     )
     return measure(job, lambda stage, done, total: None)
 
