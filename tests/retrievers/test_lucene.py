@@ -247,6 +247,7 @@ def test_a_java_without_a_compiler_is_found_and_leaves_interrupts_to_python(tmp_
     code = """if True:
         import os, signal
         from icr_bench.retrievers.lucene import Lucene
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts the tests may ignore it
         Lucene().load()
         try:
             os.kill(os.getpid(), signal.SIGINT)
