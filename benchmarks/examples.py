@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +42,10 @@ class Biographies:
             similar length.
         two: share of queries with two golds; the others have one.
         made_up: share of words that are made up, letter by letter, after the training words.
-        development: only attributes that are held out of training, none made up.
+        development: only attributes that are held out of training, none made up; names as ever.
         excluded: called with a query, says whether a benchmark asks it; such queries are not made.
+
+    ``refused`` counts the attributes that were drawn again since a benchmark holds them.
     """
 
     def __init__(
@@ -56,14 +58,17 @@ class Biographies:
         seed: int = 0,
         excluded: Callable[[str], bool] = lambda query: False,
     ) -> None:
+        whole = isinstance(likes, tuple) and len(likes) == 2 and all(type(count) is int for count in likes)
+        if not whole or not 1 <= likes[0] <= likes[1]:
+            raise ValueError(f"likes must be the fewest and the most, whole numbers from 1, got {likes!r}")
+        for name, share in (("two", two), ("made_up", made_up)):
+            if not isinstance(share, (int, float)) or not 0 <= share <= 1:
+                raise ValueError(f"{name} must be a share, from 0 to 1, got {share!r}")
         self.likes, self.two, self.made_up, self.seed = likes, two, made_up, seed
         self._listed = 1.0 if development else 0.5 * (1 - made_up)  # share of attributes that are one of the list
         self._attributes = words("attributes", "development" if development else "training")
         self._parts = tuple(sorted({part for attribute in self._attributes for part in attribute.split()}))
-        self._forbidden = {a.casefold() for a in words("attributes", "benchmark")}
-        if not development:
-            self._forbidden |= {a.casefold() for a in words("attributes", "development")}
-        self._reserved, self._excluded, self.refused = reserved(), excluded, 0
+        self._development, self._excluded, self.refused = development, excluded, 0
         self._letters = letters()
 
     def batch(self, step: int, queries: int, documents: int) -> Batch:
@@ -111,13 +116,38 @@ class Biographies:
             else:
                 count = rng.choices((1, 2, 3), (5, 4, 1))[0]
                 found = " ".join(self._word(rng) for _ in range(count))
-            held = found.casefold() in self._forbidden or key_of(found) in self._reserved
+            held = is_held(found, development=not self._development)
             if not held and not self._excluded(f"Who likes {found}?"):
                 return found
             self.refused += 1
 
     def _word(self, rng: random.Random) -> str:
         return made_up(rng, self._letters) if rng.random() < self.made_up else rng.choice(self._parts)
+
+
+def is_held(attribute: str, *, development: bool = True) -> bool:
+    """Whether a benchmark asks for an attribute, so that no training may: `limit`, or the published LIMIT.
+
+    Args:
+        development: whether the development form of `limit` counts too.
+    """
+    return _folded(attribute) in _tested(development) or key_of(attribute) in reserved()
+
+
+def asks_for_held(query: str) -> bool:
+    """Whether a query has the form of LIMIT's, "Who likes X?", and X is such an attribute."""
+    _, _, asked = _folded(query).partition("who likes ")
+    return any(is_held(asked.rstrip(end)) for end in (" ?", " ?.!"))
+
+
+@cache
+def _tested(development: bool) -> frozenset[str]:
+    tested = words("attributes", "benchmark") + (words("attributes", "development") if development else ())
+    return frozenset(map(_folded, tested))
+
+
+def _folded(text: str) -> str:
+    return " ".join(text.casefold().split())
 
 
 @cache
@@ -173,21 +203,30 @@ class Example:
 
 
 class Examples:
-    """Batches of given examples, each once an epoch in an order drawn from the seed.
+    """Batches of given examples, in an order that is drawn anew for every epoch.
+
+    A step's number and its number of queries say which examples it takes. Each comes once an epoch only where all
+    steps take their batches from this source and ask for as many queries; else some come sooner again than others.
 
     A batch holds a positive of each of its queries, then their negatives in turn; where these do not suffice, positives
-    of other examples. A text that is a positive of several queries of the batch is a gold of each.
+    of other examples, and where there are no more of them, their negatives. A text that is a positive of several
+    queries of the batch is a gold of each.
     """
 
     def __init__(self, rows: Sequence[Example], seed: int) -> None:
         self.rows, self.seed = rows, seed
 
     def batch(self, step: int, queries: int, documents: int) -> Batch:
+        """The batch of a step.
+
+        Raises:
+            ValueError: there are fewer examples, documents or distinct texts than it takes.
+        """
         total = len(self.rows)
-        if documents > total or queries > documents:
-            raise ValueError(
-                f"{total:,} examples are too few for {documents:,} documents that {queries:,} queries are asked of"
-            )
+        if queries > total:
+            raise ValueError(f"{total:,} examples are too few for {queries:,} queries")
+        if queries > documents:
+            raise ValueError(f"{documents:,} documents are too few for {queries:,} queries; expected as many at least")
         rng = random.Random(f"icr-bench examples {self.seed} {step}")
         first = step * queries
         chosen = [
@@ -201,10 +240,14 @@ class Examples:
             for row in chosen:
                 if rank < len(row.negatives) and len(texts) < documents and row.negatives[rank] not in known:
                     texts.setdefault(row.negatives[rank], len(texts))
+        fruitless = 0  # draws since the last new text
         while len(texts) < documents:
             other = rng.choice(self.rows[rng.randrange(total)].positives)
-            if other not in known:
-                texts.setdefault(other, len(texts))
+            fruitless += 1
+            if other not in known and other not in texts:
+                texts[other], fruitless = len(texts), 0
+            if fruitless == max(1_000, total) and not self._may_draw(known | texts.keys(), documents - len(texts)):
+                self._fill(texts, known, documents, rng)
         order = list(texts)
         rng.shuffle(order)
         place = {text: number for number, text in enumerate(order)}
@@ -218,6 +261,30 @@ class Examples:
         golds = [sorted({place[text] for text in row.positives if text in place}) for row in chosen]
         return Batch([row.query for row in chosen], order, golds, [(0, 0)] * queries, scores)
 
+    def _may_draw(self, held: set[str], wanted: int) -> bool:
+        """Whether there are so many positives that are not held, so that drawing ends."""
+        found: set[str] = set()
+        for row in self.rows:
+            found.update(text for text in row.positives if text not in held)
+            if len(found) >= wanted:
+                return True
+        return False
+
+    def _fill(self, texts: dict[str, int], known: set[str], documents: int, rng: random.Random) -> None:
+        """Add what texts there are, of one example after the other, until there are enough."""
+        for number in rng.sample(range(len(self.rows)), len(self.rows)):
+            row = self.rows[number]
+            for text in (*row.positives, *row.negatives):
+                if len(texts) == documents:
+                    return
+                if text not in known:
+                    texts.setdefault(text, len(texts))
+        if len(texts) < documents:
+            raise ValueError(
+                f"{len(texts):,} distinct texts are too few for {documents:,} documents; further golds of the same "
+                f"queries do not count"
+            )
+
 
 @lru_cache(maxsize=4)
 def _place(seed: int, epoch: int, total: int) -> list[int]:
@@ -228,16 +295,35 @@ def _place(seed: int, epoch: int, total: int) -> list[int]:
 
 
 class Lines(Sequence[Example]):
-    """Examples in a JSON-lines file (``query``, ``positives``, ``negatives``, ``scores``), read when needed."""
+    """Examples in a JSON-lines file (``query``, ``positives``, ``negatives``, ``scores``), all checked at once and read
+    again when needed.
+
+    Raises:
+        DataError: a row is no example, or only some have scores; the message names file and line.
+    """
 
     def __init__(self, file: Path) -> None:
         self._path, self._starts = file, [0]
+        scored = False
         with file.open("rb") as lines:
-            for line in lines:
+            for number, line in enumerate(lines, 1):
                 self._starts.append(self._starts[-1] + len(line))
+                has = _example(line, f"{file}:{number}").scores is not None
+                if number == 1:
+                    scored = has
+                elif has != scored:
+                    raise DataError(
+                        f"{file}:{number}: got {'scores' if has else 'no scores'}, but line 1 has "
+                        f"{'some' if scored else 'none'}; expected scores in all rows or in none"
+                    )
 
     def __len__(self) -> int:
         return len(self._starts) - 1
+
+    def __iter__(self) -> Iterator[Example]:
+        with self._path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                yield _example(line, f"{self._path}:{number}")
 
     @overload
     def __getitem__(self, at: int) -> Example: ...
@@ -250,12 +336,47 @@ class Lines(Sequence[Example]):
             raise IndexError(at)
         with self._path.open("rb") as file:
             file.seek(self._starts[at])
-            line = file.readline()
-        try:
-            told = json.loads(line)
-            return Example(told["query"], told["positives"], told["negatives"], told.get("scores"))
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{self._path}:{at + 1}: no example ({type(error).__name__}: {error})") from None
+            return _example(file.readline(), f"{self._path}:{at + 1}")
+
+
+def _example(line: bytes, where: str) -> Example:
+    """What a line holds, checked."""
+    try:
+        told = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: no example: not JSON ({error})") from None
+    if not isinstance(told, dict):
+        raise DataError(f"{where}: no example: expected an object with query, positives, negatives, got {told!r:.80}")
+    query = told.get("query")
+    if not isinstance(query, str) or not query.strip():
+        raise DataError(f"{where}: no example: query: expected text, got {query!r:.80}")
+    positives = _texts(told, "positives", where)
+    if not positives:
+        raise DataError(f"{where}: no example: positives: expected one text at least, got none")
+    negatives, scores = _texts(told, "negatives", where), told.get("scores")
+    if scores is not None:
+        count = len(positives) + len(negatives)
+        if not isinstance(scores, list) or not all(_finite(score) for score in scores):
+            raise DataError(f"{where}: no example: scores: expected a list of finite numbers, got {scores!r:.80}")
+        if len(scores) != count:
+            raise DataError(
+                f"{where}: no example: scores: expected {count}, one a positive and one a negative, got {len(scores)}"
+            )
+    return Example(query, positives, negatives, scores)
+
+
+def _texts(told: Mapping[str, Any], key: str, where: str) -> list[str]:
+    texts = told.get(key)
+    if not isinstance(texts, list):
+        raise DataError(f"{where}: no example: {key}: expected a list of texts, got {texts!r:.80}")
+    for text in texts:
+        if not isinstance(text, str) or not text.strip():
+            raise DataError(f"{where}: no example: {key}: expected texts that are not empty, got {text!r:.80}")
+    return texts
+
+
+def _finite(score: object) -> bool:
+    return isinstance(score, (int, float)) and not isinstance(score, bool) and abs(score) < 1e300  # NaN is not
 
 
 def tokenizer_texts() -> list[str]:

@@ -110,6 +110,12 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--seed", metavar="S", type=int, help="in place of the recipe's")
     train.add_argument("--start", metavar="MODEL", help="in place of the recipe's model to go on from")
     train.add_argument("--device", metavar="DEVICE", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
+    train.add_argument(
+        "--set",
+        action="append",
+        metavar="KEY=VALUE",
+        help="a key of the recipe, such as blind=0, prompt.cap=300 or, of all stages, stages.jitter=1; may be repeated",
+    )
 
     table = command("table", "tables of one or several runs")
     table.add_argument("folders", nargs="+", metavar="DIR", type=Path, help="folders of runs")
@@ -335,7 +341,14 @@ def _build(options: argparse.Namespace, command: str) -> int:
 
 
 def _train(options: argparse.Namespace, command: str) -> int:
-    return recipes.train(options.recipe, options.output, seed=options.seed, start=options.start, device=options.device)
+    return recipes.train(
+        options.recipe,
+        options.output,
+        seed=options.seed,
+        start=options.start,
+        device=options.device,
+        changes=options.set or (),
+    )
 
 
 def _table(options: argparse.Namespace, command: str) -> int:

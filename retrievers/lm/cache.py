@@ -211,7 +211,7 @@ def prefill_traced(
 def _read(
     backbone: Backbone,
     ids: list[list[int]],
-    observe: Callable[[int, Tensor], None] = lambda layer, hidden: None,
+    observe: Callable[[int, Tensor], None] | None = None,
     *,
     recompute: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -238,7 +238,8 @@ def _read(
 
     *_, last = layers = backbone.stack()
     for number, layer in enumerate(layers):
-        observe(number, hidden[real])
+        if observe:
+            observe(number, hidden[real])
         if recompute:
             keys, values, hidden = checkpoint(through, layer, hidden, use_reentrant=False)
         else:

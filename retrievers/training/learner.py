@@ -164,9 +164,10 @@ class Learner(nn.Module):
                 gathering = self._gathering(shard, inner[aids.gather], aids.gather)
                 told["gathering"] = gathering
                 loss = loss + weights.probes * gathering
-            probes = self._probes(shard, inner[aids.layer], seen, read, digits, path)
-            told["probes"] = probes
-            loss = loss + weights.probes * probes
+            if weights.probes:
+                probes = self._probes(shard, inner[aids.layer], seen, read, digits, path)
+                told["probes"] = probes
+                loss = loss + weights.probes * probes
         told = {name: value.detach() for name, value in told.items()} | {"loss": loss.detach()}
         told["tokens"] = torch.tensor(float(sum(map(len, documents)) + sum(map(len, blocks))))
         return loss, told

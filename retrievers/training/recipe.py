@@ -11,8 +11,18 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-from icr_bench.retrievers.lm.prompt import PromptSettings
+from icr_bench.retrievers.lm.prompt import DIGITS, PromptSettings
 from icr_bench.retrievers.training.learner import Aids
+
+LOGGED = {
+    "blocksearch": (
+        *(f"{name}{place + 1}" for name in ("digit", "right") for place in range(DIGITS)),
+        *("onpolicy", "attention", "mass", "mass_focus", "mass_digits", "mass_rivals", "looking", "gathering"),
+        *("probes", "loss", "gradient"),
+    ),
+    "dense": ("infonce", "right", "kl", "loss", "gradient"),
+}
+"""What a log may hold of each step, by method; a gate may ask for any of it."""
 
 
 class Ramp:
@@ -20,7 +30,7 @@ class Ramp:
     straight lines between them, constant before the first and after the last."""
 
     def __init__(self, value: Any) -> None:
-        points = [[0, value]] if isinstance(value, int | float) else value
+        points = value if isinstance(value, list) else [[0, value]]
         try:
             self.points = [(float(step), float(height)) for step, height in points]
         except (TypeError, ValueError):
@@ -40,9 +50,11 @@ class Ramp:
             before = point
         return before[1]
 
-    def ever(self) -> bool:
-        """Whether it is more than 0 anywhere."""
-        return any(height > 0 for _, height in self.points)
+    def least(self) -> float:
+        return min(height for _, height in self.points)
+
+    def most(self) -> float:
+        return max(height for _, height in self.points)
 
     def __repr__(self) -> str:
         return f"Ramp({self.points})"
@@ -59,6 +71,7 @@ class Shape:
     vocabulary: int = 3072
     theta: float = 1e6
     qk_norm: float = 1.4  # initial weight of the norms of queries and keys: how sharp attention starts
+    match: bool = True  # begin with W_q = W_k and W_o = W_v^T / 2: look for equal keys, copy what is found
 
 
 @dataclass(frozen=True)
@@ -210,18 +223,80 @@ def _check(recipe: Recipe) -> None:
     """Refuse what contradicts itself."""
     if (recipe.start is None) == (recipe.shape is None):
         raise ValueError("give either start, a model to go on from, or shape, a new one")
-    if recipe.lora and recipe.shape:
-        raise ValueError("lora adds to a model that is there; a new shape has nothing to add to")
+    if shape := recipe.shape:
+        if min(shape.layers, shape.width, shape.heads, shape.mlp, shape.vocabulary) < 1:
+            raise ValueError("shape: all numbers must be 1 or more")
+        if shape.width % (2 * shape.heads):
+            raise ValueError(f"shape: width {shape.width} must be an even multiple of heads, {shape.heads}")
+    if recipe.lora:
+        if recipe.shape:
+            raise ValueError("lora adds to a model that is there; a new shape has nothing to add to")
+        first, last = recipe.lora.layers
+        if recipe.lora.rank < 1 or not 0 <= first <= last:
+            raise ValueError(f"lora: expected a rank of 1 or more and layers [first, last], got {recipe.lora}")
+    for name in ("accumulate", "log_every", "check_every", "save_every"):
+        if getattr(recipe, name) < 1:
+            raise ValueError(f"{name} must be 1 or more")
+    if recipe.held_out < 2:
+        raise ValueError("held_out must be 2 documents or more")
+    if recipe.tau <= 0 or recipe.clip <= 0:
+        raise ValueError("tau and clip must be above 0")
+    if recipe.method == "dense":
+        _check_dense(recipe)
+    if recipe.sink is not None and not any(stage.sink.most() > 0 for stage in recipe.stages):
+        raise ValueError("sink changes nothing unless a stage's sink, the strength of its gate, is above 0")
     if not recipe.stages:
         raise ValueError("stages is empty")
     for number, stage in enumerate(recipe.stages):
-        where = f"stages[{number}]"
-        if stage.steps < 1:
-            raise ValueError(f"{where}.steps must be 1 or more")
-        for name in ("attention", "probes"):
-            if getattr(stage, name).ever() and recipe.supervision is None:
-                raise ValueError(f"{where}.{name} needs supervision: {{layer: ...}}")
-        if stage.sink.ever() and recipe.sink is None:
-            raise ValueError(f"{where}.sink needs the initial value sink: of the recipe")
-        if min(height for _, height in stage.documents.points) / stage.jitter < 2 and recipe.ssmax is not None:
-            raise ValueError(f"{where}.documents falls below 2, where SSMax (log N) has no N to go by")
+        _check_stage(recipe, stage, f"stages[{number}]")
+
+
+def _check_dense(recipe: Recipe) -> None:
+    """Refuse what a dense model has no use for."""
+    own = {one.name: one.default for one in fields(Recipe)}
+    for name in ("codes", "ssmax", "sink", "blind", "supervision", "routing_layer", "routing_b", "tau"):
+        if getattr(recipe, name) != own[name]:
+            raise ValueError(f"method dense has no {name}")
+    for number, stage in enumerate(recipe.stages):
+        for name in ("onpolicy", "attention", "probes", "sink"):
+            if getattr(stage, name).most() > 0:
+                raise ValueError(f"stages[{number}]: method dense has no {name}")
+        if stage.alphabets:
+            raise ValueError(f"stages[{number}]: method dense has no codes, and no alphabets of them")
+
+
+def _check_stage(recipe: Recipe, stage: Stage, where: str) -> None:
+    for name in ("steps", "queries"):
+        if getattr(stage, name) < 1:
+            raise ValueError(f"{where}.{name} must be 1 or more")
+    if stage.jitter < 1 or stage.per_document <= 0 or not 0 <= stage.alphabets <= 1:
+        raise ValueError(f"{where}: jitter must be 1 or more, per_document above 0, alphabets from 0 to 1")
+    for name in ("lr", "onpolicy", "attention", "probes", "sink"):
+        if getattr(stage, name).least() < 0:
+            raise ValueError(f"{where}.{name} falls below 0")
+    for name in ("attention", "probes"):
+        if getattr(stage, name).most() > 0 and recipe.supervision is None:
+            raise ValueError(f"{where}.{name} needs supervision: {{layer: ...}}")
+    if stage.sink.most() > 0 and recipe.sink is None:
+        raise ValueError(f"{where}.sink needs the initial value sink: of the recipe")
+    if stage.alphabets and recipe.codes == "position":
+        raise ValueError(f"{where}.alphabets draws random codes, but codes: position asks for others")
+    least = stage.documents.least()
+    if least < 2:
+        raise ValueError(f"{where}.documents falls to {least:g}; a batch has 2 documents or more")
+    if least / stage.jitter < 2 and recipe.ssmax is not None:
+        raise ValueError(f"{where}.documents falls below 2, where SSMax (log N) has no N to go by")
+    if not stage.data:
+        raise ValueError(f"{where}.data is empty")
+    for at, one in enumerate(stage.data):
+        for name, least, told in (("weight", 1e-9, "a number above 0"), ("documents", 2, "2 or more")):
+            value = one.get(name, least)
+            if type(value) not in (int, float) or not least <= value < math.inf:
+                raise ValueError(f"{where}.data[{at}].{name} is {value!r:.60}; expected {told}")
+    for at, gate in enumerate(stage.gates):
+        if type(gate.get("by")) is not int or not 1 <= gate["by"] <= stage.steps:
+            raise ValueError(f"{where}.gates[{at}]: by must be a step of the stage, 1 to {stage.steps}")
+        if wrong := [name for name in gate if name != "by" and name not in LOGGED[recipe.method]]:
+            raise ValueError(f"{where}.gates[{at}]: {wrong[0]!r} is not logged; {', '.join(LOGGED[recipe.method])} are")
+        if not all(type(value) in (int, float) for value in gate.values()) or len(gate) < 2:
+            raise ValueError(f"{where}.gates[{at}]: expected by: STEP, and the least that a logged number must be")

@@ -32,8 +32,8 @@ def new_tokenizer(texts: Iterable[str], vocabulary: int) -> str:
 
 
 def new_backbone(shape: Shape, serialized: str, seed: int) -> tuple[Backbone, Words]:
-    """Weights that start as the retrieval they are to learn: in every layer queries look for equal keys and copy what
-    they find (W_q = W_k and W_o = W_v^T / 2), and the MLP adds little."""
+    """Random weights of which the MLP's add little; with ``shape.match`` they start as the retrieval they are to learn:
+    in every layer queries look for equal keys and copy what they find."""
     from transformers import AutoConfig
 
     words = Words(serialized, None, None, "new")
@@ -66,8 +66,12 @@ def new_backbone(shape: Shape, serialized: str, seed: int) -> tuple[Backbone, Wo
             std = shape.width**-0.5
             for matrix in (attention.q_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
                 matrix.weight.copy_(draw(*matrix.weight.shape, std=std))
-            attention.k_proj.weight.copy_(attention.q_proj.weight)
-            attention.o_proj.weight.copy_(0.5 * attention.v_proj.weight.T)
+            if shape.match:
+                attention.k_proj.weight.copy_(attention.q_proj.weight)
+                attention.o_proj.weight.copy_(0.5 * attention.v_proj.weight.T)
+            else:
+                for matrix in (attention.k_proj, attention.o_proj):
+                    matrix.weight.copy_(draw(*matrix.weight.shape, std=std))
             mlp.down_proj.weight.copy_(draw(*mlp.down_proj.weight.shape, std=0.1 * shape.mlp**-0.5))
             attention.q_norm.weight.fill_(shape.qk_norm)
             attention.k_norm.weight.fill_(shape.qk_norm)

@@ -8,16 +8,17 @@ import math
 import os
 import random
 import resource
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as distributed
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -27,17 +28,18 @@ from icr_bench.retrievers.lm.decode import Beam, Codes, search
 from icr_bench.retrievers.lm.engine import Config, Engine, check_layer
 from icr_bench.retrievers.lm.lora import add_lora, save_lora
 from icr_bench.retrievers.lm.prompt import DIGITS, Prompt, Tokenizer
-from icr_bench.retrievers.training.card import model_card
+from icr_bench.retrievers.training.card import HELD_OUT, model_card
 from icr_bench.retrievers.training.dense import DenseLearner, sentence_transformer
 from icr_bench.retrievers.training.learner import Asked, Learner, Weights
 from icr_bench.retrievers.training.optim import Muon
 from icr_bench.retrievers.training.recipe import Recipe, Stage
 from icr_bench.retrievers.training.scratch import new_backbone, new_tokenizer
+from icr_bench.retrievers.weights import identify
 
 SINK_LR, SINK_N0, SINK_MOST = 1e-3, 128.0, 5000.0
 """The sink's own learning rate, and the range of N_eff (facts 7.1)."""
 
-CHECKPOINT = "checkpoint.safetensors"
+CHECKPOINT, LOG, MODEL = "checkpoint.safetensors", "log.jsonl", "model"
 
 
 class Stopped(Exception):
@@ -45,6 +47,9 @@ class Stopped(Exception):
 
 
 Report = Callable[[Mapping[str, Any]], None]
+
+Taken = tuple[Asked, Sequence[int], Mapping[str, Tensor]]
+"""A batch with its codes and losses."""
 
 
 class Source(Protocol):
@@ -64,6 +69,12 @@ class Data(Protocol):
 
     def texts(self) -> Iterable[str]:
         """What a new tokenizer is made from."""
+
+    def identity(self) -> list[str]:
+        """What tells the sources made so far from any others."""
+
+    def summary(self) -> list[str]:
+        """What they hold and what was kept out of them, a line each."""
 
 
 class Trainer:
@@ -86,9 +97,15 @@ class Trainer:
         self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         backbone, words, self.started = _begin(recipe, data)
         self.words = words
+        if not 0 <= recipe.blind < backbone.depth:
+            raise ValueError(f"blind: {recipe.blind} of {backbone.depth} layers; at least the last must see documents")
+        if recipe.routing_layer is not None:
+            check_layer("routing_layer:", recipe.routing_layer, backbone.depth)
         backbone.to(device).requires_grad_(recipe.lora is None)
         if recipe.lora:
-            add_lora(self._adapted(backbone).values(), recipe.lora.rank, recipe.lora.alpha, recipe.seed)
+            if not (adapted := self._adapted(backbone)):
+                raise ValueError(f"lora: layers {recipe.lora.layers}: the model has layers 0 to {backbone.depth - 1}")
+            add_lora(adapted.values(), recipe.lora.rank, recipe.lora.alpha, recipe.seed)
         prompt = Prompt(words, recipe.prompt, DIGITS)
         self.learner: Learner | DenseLearner
         if recipe.method == "dense":
@@ -122,10 +139,21 @@ class Trainer:
         for one in (one for stage in recipe.stages for one in stage.data):
             if _key(one) not in self._sources:
                 self._sources[_key(one)] = data.source(_own(one))
-        self.identity = hashlib.sha256(repr(recipe).encode()).hexdigest()[:16]
+        self._try_sources()
+        begun = replace(recipe, start=identify(recipe.start)) if recipe.start else recipe
+        told = [repr(begun), *data.identity()]
+        self.identity = hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
         out.mkdir(parents=True, exist_ok=True)
         if (out / CHECKPOINT).is_file():
             self._load()
+
+    def _try_sources(self) -> None:
+        """Ask every source for the largest batch that the recipe will ask it for, so that what cannot be had is told
+        before the first step."""
+        for stage in self.recipe.stages:
+            for one in stage.data:
+                count = max(round(min(stage.documents.most(), one.get("documents", math.inf))), 2)
+                _check(self._sources[_key(one)].batch(0, _queries(stage, count), count))
 
     def _adapted(self, backbone: Backbone) -> dict[int, nn.Module]:
         """The layers that LoRA adds to, by number."""
@@ -175,6 +203,8 @@ class Trainer:
         """The learner, alone or as one of several processes (`torchrun`), each with batches of its own."""
         if self.world == 1:
             return self.learner
+        if self.learner.backbone.device.type == "cuda":
+            torch.cuda.set_device(self.learner.backbone.device)
         if not distributed.is_initialized():
             distributed.init_process_group("nccl" if self.learner.backbone.device.type == "cuda" else "gloo")
         return nn.parallel.DistributedDataParallel(self.learner, find_unused_parameters=True)
@@ -194,6 +224,7 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = group.get("fixed") or stage.lr.at(local)
         told: dict[str, float] = {}
+        taken: list[Taken] = []
         for part in range(recipe.accumulate):
             index = (self.step * self.world + self.rank) * recipe.accumulate + part
             rng = random.Random(f"icr-bench step {recipe.seed} {index}")
@@ -204,8 +235,9 @@ class Trainer:
             whole = part == recipe.accumulate - 1 or self.world == 1
             with nullcontext() if whole else module.no_sync():
                 loss, shown = module(batch, codes, weights, config, rng, stage.recompute)
+                taken.append((batch, codes, shown))
                 if not torch.isfinite(loss):
-                    raise Stopped(self._saved_batch(batch, codes, shown))
+                    raise Stopped(self._saved(taken))
                 (loss / recipe.accumulate).backward()
             for name, value in shown.items():
                 told[name] = told.get(name, 0.0) + float(value) / recipe.accumulate
@@ -213,7 +245,7 @@ class Trainer:
         told = self._together(told)
         norm = nn.utils.clip_grad_norm_(self.learner.parameters(), recipe.clip)
         if not torch.isfinite(norm):
-            raise Stopped(self._saved_batch(batch, codes, shown))
+            raise Stopped(self._saved(taken))
         told["gradient"] = float(norm)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -225,18 +257,21 @@ class Trainer:
         chosen = rng.choices(stage.data, [one.get("weight", 1) for one in stage.data])[0]
         most = min(stage.documents.at(local), chosen.get("documents", math.inf))
         count = max(round(most * stage.jitter ** -rng.random()), 2)
-        queries = max(1, min(stage.queries, int(count * stage.per_document)))
-        batch = self._sources[_key(chosen)].batch(index, queries, count)
+        batch = self._sources[_key(chosen)].batch(index, _queries(stage, count), count)
         _check(batch)
         if self.recipe.codes == "position":
-            return batch, list(range(len(batch.documents)))
-        if rng.random() < stage.alphabets:
-            return batch, small_codes(rng, len(batch.documents))
-        return batch, some_codes(rng, len(batch.documents))
+            codes = list(range(len(batch.documents)))
+        elif rng.random() < stage.alphabets:
+            codes = small_codes(rng, len(batch.documents))
+        else:
+            codes = some_codes(rng, len(batch.documents))
+        if len(set(codes)) < len(codes):
+            raise Stopped("two documents of a batch have the same code")
+        return batch, codes
 
     @torch.no_grad()
-    def held_out(self, queries: int = 64) -> float:
-        """hit@1 among few documents, of words that training never sees."""
+    def held_out(self, queries: int = HELD_OUT) -> float:
+        """hit@1 among few biographies, whose attributes training never sees."""
         learner = self.learner
         backbone, prompt = learner.backbone, learner.prompt
         rng = random.Random("icr-bench held out")
@@ -265,29 +300,48 @@ class Trainer:
                             f"and the recipe asks for {least} by then; start again with another seed"
                         )
 
-    def finish(self, name: str, begun: str | None = None) -> Path:
+    def finish(self, made: str, begun: Sequence[str], warm: Recipe | None = None) -> Path:
         """Write the model as any other loads: config.json, model.safetensors in bfloat16, its tokenizer, a card, and
-        what `BlockSearch` reads beside them.
+        what `BlockSearch` reads beside them. The folder is there as a whole or not at all.
 
         Args:
-            name: of the recipe, for the card.
-            begun: what the card says the training started from; the recipe's ``start`` or new weights by default.
+            made: the command, for the card.
+            begun: what the card says of the start.
+            warm: the recipe that the start was trained by.
+
+        Raises:
+            Stopped: a disk that is full.
         """
-        folder, backbone, recipe = self.out / "model", self.learner.backbone, self.recipe
-        folder.mkdir(exist_ok=True)
+        folder = self.out / MODEL
+        if self.rank == 0:
+            new = self.out / f"{MODEL}.new"
+            shutil.rmtree(new, ignore_errors=True)
+            try:
+                new.mkdir()
+                self._write(new, made, begun, warm)
+                shutil.rmtree(folder, ignore_errors=True)
+                new.replace(folder)
+            except (OSError, SafetensorError) as error:
+                raise Stopped(f"{new}: the model cannot be written ({error}); the last checkpoint is whole") from error
+        if self.world > 1:
+            distributed.barrier()  # who starts from this model finds it
+        return folder
+
+    def _write(self, folder: Path, made: str, begun: Sequence[str], warm: Recipe | None) -> None:
+        backbone, recipe = self.learner.backbone, self.recipe
         if recipe.lora:
             assert recipe.start
             save_lora(folder, self._adapted(backbone), recipe.base or recipe.start, recipe.lora.rank, recipe.lora.alpha)
         else:
             self._save_model(folder)
-        log = [json.loads(line) for line in (self.out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-        trained = sum(p.numel() for p in self.learner.parameters() if p.requires_grad)
-        card = model_card(recipe, name, begun or recipe.start or "new weights", trained, log)
+        log = _lines(self.out / LOG)
+        kept = [p for name, p in self.learner.named_parameters() if p.requires_grad and "probe" not in name]
+        card = model_card(recipe, made, begun, self.data.summary(), sum(p.numel() for p in kept), warm, log)
         (folder / "README.md").write_text(card, encoding="utf-8")
         if isinstance(self.learner, DenseLearner):
-            sentence_transformer(folder, backbone.embed_tokens.embedding_dim, self.recipe.prompt.cap)
-            return folder
-        told: dict[str, Any] = {"prompt": asdict(self.recipe.prompt)}
+            sentence_transformer(folder, backbone.embed_tokens.embedding_dim, recipe.prompt.cap)
+            return
+        told: dict[str, Any] = {"prompt": asdict(recipe.prompt)}
         for key in ("routing_layer", "routing_b", "blind"):
             if (value := getattr(recipe, key)) is not None:
                 told[key] = value
@@ -296,7 +350,6 @@ class Trainer:
             if scalars is not None:
                 told[name] = [round(value, 6) for value in scalars.tolist()]
         (folder / "blocksearch.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-        return folder
 
     def _save_model(self, folder: Path) -> None:
         backbone = self.learner.backbone
@@ -311,18 +364,31 @@ class Trainer:
         (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         self.words.save(folder, ended=self.recipe.method == "dense")
 
-    def _saved_batch(self, batch: Asked, codes: Sequence[int], shown: Mapping[str, Tensor]) -> str:
-        file = self.out / f"batch-{self.step}.json"
-        told = {"queries": batch.queries, "documents": batch.documents, "golds": batch.golds, "codes": list(codes)}
-        file.write_text(json.dumps(told | {name: float(value) for name, value in shown.items()}), encoding="utf-8")
+    def _saved(self, taken: Sequence[Taken]) -> str:
+        """Keep the batches of the step that went wrong, and say so."""
+        file = self.out / f"batch-{self.step}{f'-process{self.rank}' if self.world > 1 else ''}.json"
+        told = [
+            {"queries": batch.queries, "documents": batch.documents, "golds": batch.golds, "codes": list(codes)}
+            | {name: float(value) for name, value in shown.items()}
+            for batch, codes, shown in taken
+        ]
+        try:
+            file.write_text(json.dumps(told), encoding="utf-8")
+            kept = f"its batches are in {file}"
+        except OSError as error:
+            kept = f"its batches could not be kept in {file} ({error})"
         return (
-            f"the loss or its gradient is not a finite number at step {self.step}; the batch is in {file}, and the "
-            f"last checkpoint is whole; lower lr, or raise clip's share of it"
+            f"the loss or its gradient is not a finite number at step {self.step}; {kept}, and the last checkpoint is "
+            f"whole; lower lr"
         )
 
     def _log(self, line: Mapping[str, Any]) -> None:
-        with (self.out / "log.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        file = self.out / LOG
+        try:
+            with file.open("a", encoding="utf-8") as log:
+                log.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise Stopped(f"{file}: cannot be written ({error}); the last checkpoint is whole") from error
 
     def save(self, seconds: float) -> None:
         """Write the checkpoint beside the old one and put it in its place: whole, or not at all."""
@@ -335,7 +401,8 @@ class Trainer:
             for parameter, state in optimizer.state.items():
                 for key, value in state.items():
                     tensors[f"optimizer.{key}.{names[id(parameter)]}"] = torch.as_tensor(value)
-        told = {"step": self.step, "seconds": seconds, "identity": self.identity, "means": self.means}
+        told = {"step": self.step, "seconds": seconds, "means": self.means}
+        told |= {"identity": self.identity, "processes": self.world}
         if wrong := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
             raise Stopped(f"{wrong[0]} is not finite at step {self.step}; the last checkpoint is whole; lower lr")
         new = self.out / f"{CHECKPOINT}.new"
@@ -344,7 +411,7 @@ class Trainer:
             with new.open("rb+") as file:
                 os.fsync(file.fileno())
             new.replace(self.out / CHECKPOINT)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             new.unlink(missing_ok=True)
             told_step = f"{self.out}: the checkpoint of step {self.step} cannot be written ({error})"
             raise Stopped(f"{told_step}; the last one is whole") from error
@@ -354,7 +421,11 @@ class Trainer:
         with safe_open(path, "pt") as file:
             told = json.loads(file.metadata()["icr-bench"])
             if told["identity"] != self.identity:
-                raise Stopped(f"{path} is of another recipe; give another folder, or remove it to begin again")
+                raise Stopped(
+                    f"{path} is of another recipe, start or data; give another folder, or remove it to begin again"
+                )
+            if told["processes"] != self.world:
+                raise Stopped(f"{path} is of {told['processes']} processes, not {self.world}; their batches differ")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         names = {id(parameter): name for name, parameter in self.learner.named_parameters()}
         states: dict[str, dict[str, Tensor]] = {}
@@ -366,13 +437,29 @@ class Trainer:
             for parameter in (one for group in optimizer.param_groups for one in group["params"]):
                 name = names[id(parameter)]
                 parameter.data.copy_(tensors[f"model.{name}"])
-                if name in states:
-                    optimizer.state[parameter] = states[name]
+                if name in states:  # AdamW keeps the count of its steps on the CPU
+                    own = {kind: x if kind == "step" else x.to(parameter.device) for kind, x in states[name].items()}
+                    optimizer.state[parameter] = own
         self.step, self.spent, self.means = told["step"], told["seconds"], told["means"]
-        log = self.out / "log.jsonl"
-        if log.is_file():  # what came after the checkpoint comes again
-            kept = [line for line in log.read_text().splitlines() if json.loads(line)["step"] <= self.step]
-            log.write_text("".join(f"{line}\n" for line in kept))
+        if self.rank == 0 and (self.out / LOG).is_file():  # what came after the checkpoint comes again
+            kept = [line for line in _lines(self.out / LOG) if line["step"] <= self.step]
+            new = self.out / f"{LOG}.new"
+            new.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            new.replace(self.out / LOG)
+
+
+def _lines(log: Path) -> list[dict[str, Any]]:
+    """What a log holds, but for a last line that a crash has torn."""
+    found = []
+    for line in log.read_text(encoding="utf-8").splitlines():
+        with suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+def _queries(stage: Stage, documents: int) -> int:
+    """Queries of a batch of so many documents, at most."""
+    return max(1, min(stage.queries, int(documents * stage.per_document)))
 
 
 def _own(source: Mapping[str, Any]) -> dict[str, Any]:
