@@ -179,7 +179,12 @@ class BlockSearch(Retriever):
         passes, depth = beams, engine.backbone.depth
         if self._readout == "attention":
             passes, depth = [], self._layer
-        return estimate(engine.backbone, engine.config, blocks, asked, passes, len(prompt.opening), depth)
+        first = self._first(engine)
+        return estimate(engine.backbone, engine.config, blocks, asked, passes, len(prompt.opening), depth, first)
+
+    def _first(self, engine: Engine) -> int:
+        """The first layer whose keys and values are read."""
+        return min(engine.first, self._layer) if self._readout == "attention" else engine.first
 
     def index(self, documents: Sequence[Document]) -> None:
         engine = self._loaded()
@@ -187,7 +192,7 @@ class BlockSearch(Retriever):
         if self._digits is not None:
             check_digits(len(documents), self._digits)
         self._prompt = self._corpus.fill(
-            engine.backbone, self._words, self._settings, self._digits, documents, self.progress
+            engine.backbone, self._words, self._settings, self._digits, documents, self.progress, self._first(engine)
         )
         self.index_reused = self._corpus.reused > 0
         self.max_tokens = self._prompt.text_tokens

@@ -165,9 +165,9 @@ class Backbone(nn.Module):
         """Floating-point operations of the layers' matrix products for one token."""
         return 2 * sum(m.weight.numel() for m in self.layers.modules() if isinstance(m, nn.Linear))
 
-    def token_bytes(self) -> int:
-        """Bytes of keys and values that one token leaves in the cache, over all layers."""
-        return 2 * self.depth * self.kv_heads * self.head_dim * self.embed_tokens.weight.element_size()
+    def token_bytes(self, first: int = 0) -> int:
+        """Bytes of keys and values that one token leaves in the cache, over all layers from ``first`` on."""
+        return 2 * (self.depth - first) * self.kv_heads * self.head_dim * self.embed_tokens.weight.element_size()
 
 
 def head_dim(config: Any) -> int:

@@ -33,7 +33,7 @@ class Shard:
     Documents do not see each other, so any set of them in any order makes a shard.
     """
 
-    keys: Tensor  # (L, K, T, D): layers, key/value heads, tokens, size of a head
+    keys: Tensor  # (L, K, T, D): the last layers, key/value heads, tokens, size of a head
     values: Tensor  # (L, K, T, D)
     documents: Tensor  # (n,) document numbers
     starts: Tensor  # (n,) first token of each document
@@ -47,7 +47,8 @@ class Shard:
 
     @cached_property
     def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values (K, T, D) of each layer; taken apart at once, which keeps their gradients apart too."""
+        """Keys and values (K, T, D) of each layer that is kept, the model's last at the end; taken apart at once, which
+        keeps their gradients apart too."""
         return list(zip(self.keys.unbind(), self.values.unbind(), strict=True))
 
     def nbytes(self) -> int:
@@ -124,6 +125,7 @@ def prefill(
     documents: Sequence[int],
     progress: Progress = lambda done, total: None,
     shard_bytes: int = SHARD_BYTES,
+    first: int = 0,
 ) -> Iterator[Shard]:
     """Keys and values of every block, each attending only to itself from position 0, shard by shard.
 
@@ -131,23 +133,25 @@ def prefill(
         blocks: the documents' token blocks.
         documents: their numbers.
         progress: told the tokens done and in all.
+        first: the first layer of which keys and values are kept.
     """
     lengths = [len(block) for block in blocks]
     total, done = sum(lengths), 0
     progress(0, total)
-    for part in _parts(list(batches(lengths)), lengths, max(shard_bytes // backbone.token_bytes(), 1)):
+    for part in _parts(list(batches(lengths)), lengths, max(shard_bytes // backbone.token_bytes(first), 1)):
         order = [position for batch in part for position in batch]
         ends = torch.tensor([lengths[position] for position in order]).cumsum(0)
         starts = ends - torch.tensor([lengths[position] for position in order])
-        shape = (backbone.depth, backbone.kv_heads, int(ends[-1]), backbone.head_dim)
+        shape = (backbone.depth - first, backbone.kv_heads, int(ends[-1]), backbone.head_dim)
         keys = torch.empty(shape, dtype=backbone.dtype, device=backbone.device)
         values = torch.empty_like(keys)
         at = 0
         for batch in part:
             size = sum(lengths[position] for position in batch)
             ids = [blocks[position].ids for position in batch]
-            for number, (k, v) in enumerate(_read(backbone, ids)):
-                keys[number, :, at : at + size], values[number, :, at : at + size] = k, v
+            for number, (k, v) in enumerate(_read(backbone, ids, first=first), -first):
+                if number >= 0:
+                    keys[number, :, at : at + size], values[number, :, at : at + size] = k, v
             at += size
             done += size
             progress(done, total)
@@ -214,8 +218,10 @@ def _read(
     observe: Callable[[int, Tensor], None] | None = None,
     *,
     recompute: bool = False,
+    first: int = 0,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Layer by layer the keys and values (K, T, D) of documents padded to the first one's length.
+    """Layer by layer the keys and values (K, T, D) of documents padded to the first one's length; below ``first``, what
+    comes is empty.
 
     Padding follows a document and attention is causal, so that no token of a document sees any.
     """
@@ -227,9 +233,9 @@ def _read(
     hidden = backbone.embed_tokens(tokens)
     cos, sin = backbone.rotation(torch.arange(longest, device=device))
 
-    def through(layer: Layer, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def through(layer: Layer, hidden: Tensor, seen: bool) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = layer.project(hidden, cos, sin)
-        kept = k[real].transpose(0, 1), v[real].transpose(0, 1)
+        kept = (k[real].transpose(0, 1), v[real].transpose(0, 1)) if seen else (k[:0], v[:0])
         if layer is last:  # nothing reads what it would put out
             return *kept, hidden
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -241,7 +247,7 @@ def _read(
         if observe:
             observe(number, hidden[real])
         if recompute:
-            keys, values, hidden = checkpoint(through, layer, hidden, use_reentrant=False)
+            keys, values, hidden = checkpoint(through, layer, hidden, number >= first, use_reentrant=False)
         else:
-            keys, values, hidden = through(layer, hidden)
+            keys, values, hidden = through(layer, hidden, number >= first)
         yield keys, values

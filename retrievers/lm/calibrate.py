@@ -31,6 +31,7 @@ def estimate(
     passes: Sequence[int],
     opening: int,
     depth: int,
+    first: int = 0,
 ) -> Estimate:
     """The cost of holding documents and of one query.
 
@@ -40,6 +41,7 @@ def estimate(
         passes: beams of each digit pass after the query pass.
         opening: tokens of each query that are computed once for all.
         depth: layers in which a query attends; all, unless it is read out at one.
+        first: the first layer of which keys and values are kept.
     """
     lengths = [len(block) for block in blocks]
     tokens, n = sum(lengths), len(blocks)
@@ -48,7 +50,7 @@ def estimate(
         if short and sum(map(len, short)) + len(block) > PREFILL_TOKENS:
             break
         short.append(block)
-    seconds = _fastest(lambda: list(prefill(backbone, short, range(len(short)))), backbone.device) / sum(
+    seconds = _fastest(lambda: list(prefill(backbone, short, range(len(short)), first=first)), backbone.device) / sum(
         map(len, short)
     )
     index_s = tokens * seconds
@@ -65,7 +67,7 @@ def estimate(
         query_s += _pass_s(backbone, beams, told) * depth / backbone.depth + seeing * _attend_s(backbone, beams, tokens)
         if dense < depth:
             query_s += (depth - max(dense, config.blind)) * _attend_s(backbone, beams, tokens * kept, routed=True)
-    index_bytes = tokens * backbone.token_bytes()
+    index_bytes = tokens * backbone.token_bytes(first)
     held = (
         torch.cuda.memory_allocated(backbone.device)
         if backbone.device.type == "cuda"

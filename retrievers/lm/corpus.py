@@ -79,8 +79,12 @@ class Corpus:
         digits: int | None,
         documents: Sequence[Document],
         progress: Progress,
+        first: int = 0,
     ) -> Prompt:
         """Take a corpus, replacing any earlier one, and return the prompt that it was written with.
+
+        Args:
+            first: the first layer of which keys and values are kept.
 
         Raises:
             NoRoom: if keys and values exceed the free memory: before anything is computed, or, with a folder to keep
@@ -89,14 +93,14 @@ class Corpus:
         self.cache = CorpusCache([], [], 0)  # what the last corpus took is free again
         prompt = Prompt(tokenizer, settings, digits or digits_for(len(documents)))
         texts = [document.text for document in documents]
-        disk = self._disk(backbone, prompt)
+        disk = self._disk(backbone, prompt, first)
         keys = text_keys(texts, self._seed)
         if self._kind == "position":
             keys = [f"{key} {number}" for number, key in enumerate(keys)]
         if disk and backbone.device.type == "cuda":
             whole = prompt.documents(texts, [0] * len(texts))
-            check_room(backbone, sum(map(len, whole)), len(texts))
-        shards, held = _read(disk, keys, backbone) if disk else ([], {})
+            check_room(backbone, first, sum(map(len, whole)), len(texts))
+        shards, held = _read(disk, keys, backbone, first) if disk else ([], {})
         if self._kind == "position":
             codes = list(range(len(texts)))
         else:
@@ -107,25 +111,25 @@ class Corpus:
         todo = [blocks[number] for number in missing]
         left = sum(map(len, todo))
         if disk is None:
-            check_room(backbone, left, len(texts))
+            check_room(backbone, first, left, len(texts))
         elif missing:
             disk.prepare()
-        for shard in prefill(backbone, todo, missing, progress):
+        for shard in prefill(backbone, todo, missing, progress, first=first):
             left -= shard.tokens
             kept = _keep(disk, shard, keys, codes) if disk else shard
             if disk and kept is shard:
-                check_room(backbone, left, len(texts))
+                check_room(backbone, first, left, len(texts))
             shards.append(kept)
         self.cache = CorpusCache(shards, codes, prompt.digits)
         self.reused = len(held)
         return prompt
 
-    def _disk(self, backbone: Backbone, prompt: Prompt) -> DiskCache | None:
+    def _disk(self, backbone: Backbone, prompt: Prompt, first: int) -> DiskCache | None:
         if self._folder is None:
             return None
         blocks = prompt.shown()["block_ids"]
         told = [self._weights, prompt.settings.cap, blocks, prompt.digits, self._kind, self._seed]
-        told += [backbone.depth, str(backbone.dtype), torch.__version__]
+        told += [first, backbone.depth, str(backbone.dtype), torch.__version__]
         key = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:24]
         return DiskCache(self._folder, key, self._limit)
 
@@ -143,7 +147,7 @@ class Corpus:
         }
 
 
-def _read(disk: DiskCache, keys: Sequence[str], backbone: Backbone) -> tuple[list[Shard], dict[int, int]]:
+def _read(disk: DiskCache, keys: Sequence[str], backbone: Backbone, first: int) -> tuple[list[Shard], dict[int, int]]:
     """The shards of documents that could be read from disk, and these documents' codes, none of which occurs twice."""
     found = disk.find()
     taken: dict[int, tuple[int, Held]] = {}
@@ -151,7 +155,7 @@ def _read(disk: DiskCache, keys: Sequence[str], backbone: Backbone) -> tuple[lis
         entry = next((held for held in found.get(key, ()) if held.code not in taken), None)
         if entry:
             taken[entry.code] = number, entry
-    copied = disk.load(taken.values(), lambda tokens: check_room(backbone, tokens, len(keys)))
+    copied = disk.load(taken.values(), lambda tokens: check_room(backbone, first, tokens, len(keys)))
     shards = [shard.to(backbone.device) for shard in copied]
     read = {number for shard in shards for number in shard.documents.tolist()}
     return shards, {number: code for code, (number, _) in taken.items() if number in read}
@@ -168,13 +172,13 @@ def _keep(disk: DiskCache, shard: Shard, keys: Sequence[str], codes: Sequence[in
     return next(mapped, shard)
 
 
-def check_room(backbone: Backbone, tokens: int, documents: int) -> None:
-    """Refuse a corpus whose keys and values exceed the free memory of the device.
+def check_room(backbone: Backbone, first: int, tokens: int, documents: int) -> None:
+    """Refuse a corpus whose keys and values, from a first layer on, exceed the free memory of the device.
 
     Raises:
         NoRoom: with the numbers and what can be done.
     """
-    needed = tokens * backbone.token_bytes() + batch_bytes(backbone)
+    needed = tokens * backbone.token_bytes(first) + batch_bytes(backbone)
     if backbone.device.type == "cuda":
         free = torch.cuda.mem_get_info(backbone.device)[0]
     else:

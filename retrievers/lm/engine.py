@@ -141,6 +141,12 @@ class Engine:
             if config.routing.keep < 1:
                 raise ValueError(f"routing must keep 1 document or more, got {config.routing.keep}")
 
+    @property
+    def first(self) -> int:
+        """The first layer in which keys and values of documents are read."""
+        config = self.config
+        return min(config.blind, config.routing.layer) if config.routing else config.blind
+
     def opening_pass(self, cache: CorpusCache, ids: Sequence[int]) -> Opening:
         """Run the tokens that open every query over the corpus, so that no query needs to do it again.
 
@@ -339,14 +345,14 @@ class Engine:
         """What rows (R, H, D) read from the corpus, all of it or the documents on their queries' shortlists."""
         if kept is None:
             grouped = self._group(q)
-            dense = (attend(grouped, *shard.layers[layer]) for shard in cache.shards)
+            dense = (attend(grouped, *shard.layers[layer - self.backbone.depth]) for shard in cache.shards)
             return self._ungroup(merge(dense), len(q))
         outs, lses = torch.empty_like(q), q.new_empty(q.shape[:2])
         for query, places in enumerate(kept):
             rows = (row_of == query).nonzero().squeeze(1)
             grouped = self._group(q[rows])
             parts = [
-                attend_ranges(grouped, *s.layers[layer], s.starts[p], s.ends[p])
+                attend_ranges(grouped, *s.layers[layer - self.backbone.depth], s.starts[p], s.ends[p])
                 for s, p in zip(cache.shards, places, strict=True)
                 if len(p)
             ]
@@ -439,7 +445,7 @@ def head_scores(
     for kv_head in sorted({head // group for head in heads}):
         places = [place for place, head in enumerate(heads) if head // group == kv_head]
         q = rows[:, [heads[place] for place in places]].flatten(0, 1).unsqueeze(0)
-        best = maxsim(q, shard.layers[layer][0][kv_head : kv_head + 1], starts, ends)
+        best = maxsim(q, shard.layers[layer - backbone.depth][0][kv_head : kv_head + 1], starts, ends)
         scores[:, :, places] = best[:, 0].unflatten(1, (len(rows), len(places)))
     return scores
 

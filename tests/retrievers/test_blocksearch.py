@@ -672,6 +672,33 @@ def test_what_weights_carry_changes_the_scores(
     assert not same(all_found(with_extras(extras), **options), known(tiny_model(), **options))
 
 
+@pytest.mark.parametrize(
+    ("extras", "options", "kept"),
+    [
+        ({}, {}, 4),
+        ({"blind": 3}, {}, 1),
+        ({"blind": 3}, {"routing": "last", "routing_layer": 2, "routing_b": 2}, 2),
+        ({"blind": 3}, {"readout": "attention", "routing_layer": 1}, 3),
+    ],
+    ids=str,
+)
+def test_only_layers_that_are_read_are_kept(
+    extras: dict[str, Any],
+    options: dict[str, Any],
+    kept: int,
+    tiny_model: TinyModel,
+    with_extras: Callable[[object], Path],
+    tmp_path: Path,
+) -> None:
+    found = made(with_extras(extras), **options)
+    assert found.index_bytes() * 4 == kept * made(tiny_model()).index_bytes()
+    for reused in (0, len(found._corpus.cache)):
+        again = made(with_extras(extras), **options, cache=tmp_path / "cache")
+        assert again._corpus.reused == reused
+        assert again.index_bytes() == found.index_bytes()
+        assert again.search(["who likes quince?"], 3) == found.search(["who likes quince?"], 3)
+
+
 def test_options_win_over_what_weights_carry(tiny_model: TinyModel, with_extras: Callable[[object], Path]) -> None:
     weights = with_extras({"prompt": {"cap": 30, "offset": 7}, "routing_layer": 0})
     options: dict[str, Any] = {"cap": 300, "offset": 300, "routing": "last", "routing_b": 2, "routing_layer": 2}

@@ -191,6 +191,16 @@ def test_bytes_are_those_of_the_tensors(tiny_model: Callable[..., Path], blocks:
         assert len(cache) == len(blocks)
 
 
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_the_first_layers_may_be_left_out(backbones: dict[str, Backbone], blocks: list[Block], first: int) -> None:
+    backbone = backbones["qwen3"]
+    (whole,) = filled(backbone, blocks)
+    (less,) = prefill(backbone, blocks, NUMBERS, first=first)
+    assert torch.equal(less.keys, whole.keys[first:])
+    assert torch.equal(less.values, whole.values[first:])
+    assert less.nbytes() == less.tokens * backbone.token_bytes(first)
+
+
 # Parts of a shard
 
 

@@ -55,11 +55,10 @@ class Corpus:
     codes: list[int]
     opening: list[int]
 
-    def cache(self, shard_bytes: int = SHARD_BYTES) -> CorpusCache:
+    def cache(self, shard_bytes: int = SHARD_BYTES, first: int = 0) -> CorpusCache:
         numbers = range(len(self.documents))
-        return CorpusCache(
-            list(prefill(self.backbone, self.documents, numbers, shard_bytes=shard_bytes)), self.codes, 4
-        )
+        shards = prefill(self.backbone, self.documents, numbers, shard_bytes=shard_bytes, first=first)
+        return CorpusCache(list(shards), self.codes, 4)
 
     def engine(self, config: Config | None = None) -> Engine:
         return Engine(self.backbone, config or Config(), OFFSET)
@@ -234,6 +233,19 @@ def test_modified_attention_equals_the_reference_in_another_family(tiny_model: T
     expected = Reference(hugging_face(model), made.documents, MODIFIED[name]).answered(made.tokenizer, made.queries)
     for opening in (None, engine.opening_pass(cache, made.opening)):
         assert apart(answered(engine, made.tokenizer, cache, made.queries, opening=opening), expected) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "first"), [("none", 0), ("blind", 2), ("blind, ssmax and sink", 1), ("blind, routing above", 1)]
+)
+def test_layers_that_are_not_read_need_not_be_kept(small: Corpus, cache: CorpusCache, name: str, first: int) -> None:
+    engine = small.engine(MODIFIED.get(name))
+    assert engine.first == first
+    less = small.cache(first=first)
+    assert less.nbytes() * 4 == cache.nbytes() * (4 - first)
+    for opening in (None, engine.opening_pass(less, small.opening)):
+        expected = answered(engine, small.tokenizer, cache, small.queries, opening=opening)
+        assert apart(answered(engine, small.tokenizer, less, small.queries, opening=opening), expected) == 0
 
 
 def chosen(cache: CorpusCache, state: Queries) -> list[set[int]]:
