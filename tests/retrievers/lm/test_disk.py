@@ -349,7 +349,7 @@ def test_an_older_entry_serves_where_the_newest_clashes(model: Path, tmp_path: P
         assert disk.store(shard, [key], [code])
     found = [[held.code for held in disk.find()[key]] for key in ("a", "b")]
     assert found == [[5], [5, 7]]
-    _, codes = _read(disk, ["a", "b"], load_backbone(str(model))[0])
+    _, codes = _read(disk, ["a", "b"], load_backbone(str(model))[0], 0)
     assert codes == {0: 5, 1: 7}
 
 
