@@ -148,12 +148,13 @@ class Trainer:
             self._load()
 
     def _try_sources(self) -> None:
-        """Ask every source for the largest batch that the recipe will ask it for, so that what cannot be had is told
-        before the first step."""
+        """Ask every source for the smallest and the largest batch that the recipe will ask it for, so that what cannot
+        be had is told before the first step."""
         for stage in self.recipe.stages:
             for one in stage.data:
-                count = max(round(min(stage.documents.most(), one.get("documents", math.inf))), 2)
-                _check(self._sources[_key(one)].batch(0, _queries(stage, count), count))
+                for most in (stage.documents.least() / stage.jitter, stage.documents.most()):
+                    count = max(round(min(most, one.get("documents", math.inf))), 2)
+                    _check(self._sources[_key(one)].batch(0, _queries(stage, count), count))
 
     def _adapted(self, backbone: Backbone) -> dict[int, nn.Module]:
         """The layers that LoRA adds to, by number."""

@@ -571,9 +571,24 @@ def test_too_few_examples_are_told(tmp_path: Path, capsys: pytest.CaptureFixture
     rows = [{"query": f"q{i}", "positives": [f"text {i}"], "negatives": []} for i in range(4)]
     examples.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = [{"source": "examples", "path": str(examples)}]
-    told = recipe(tmp_path, stages=stage(data=data, attention=0, probes=0))
+    told = recipe(tmp_path, stages=stage(data=data, queries=3, attention=0, probes=0))
     assert main(["train", told, "-o", str(tmp_path / "out")]) == 2
     assert "4 distinct texts are too few for 6 documents" in capsys.readouterr().err
+
+
+def test_more_queries_than_the_smallest_batch_has_documents_are_told_before_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A batch of examples has a document for each of its queries; only the last steps have too few."""
+    examples = tmp_path / "examples.jsonl"
+    rows = [{"query": f"q{i}", "positives": [f"text {i}"], "negatives": []} for i in range(20)]
+    examples.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = [{"source": "examples", "path": str(examples)}]
+    changes = {"data": data, "documents": [[0, 8], [4, 4]], "attention": 0, "probes": 0}
+    told = recipe(tmp_path, stages=stage(**changes, jitter=1, queries=6))
+    assert main(["train", told, "-o", str(tmp_path / "out")]) == 2
+    assert "4 documents are too few for 6 queries" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "log.jsonl").exists()
 
 
 GRADIENTS = """
