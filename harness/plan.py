@@ -15,7 +15,6 @@ from icr_bench.harness.cell import WARMUP
 from icr_bench.harness.display import Lines
 from icr_bench.harness.process import Limits, run_cell
 from icr_bench.harness.run import job_of, lay_out
-from icr_bench.harness.spec import Spec
 from icr_bench.harness.suite import Suite
 from icr_bench.harness.tables import human_bytes
 
@@ -73,7 +72,7 @@ def plan(suite: Suite, display: Lines) -> list[Planned]:
                     estimate,
                     problem,
                 )
-                planned.append(cell if problem or not estimate else _judged(cell, suite, free, retriever.spec))
+                planned.append(cell if problem or not estimate else _judged(cell, suite, free, retriever.options))
     return planned
 
 
@@ -83,16 +82,21 @@ def _free_on(device: str) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
-def _judged(cell: Planned, suite: Suite, free: int, retriever: Spec) -> Planned:
-    """The cell with what stands in its way, if it would exceed memory or time."""
+def _judged(cell: Planned, suite: Suite, free: int, options: dict[str, Any]) -> Planned:
+    """The cell with what stands in its way, if it would exceed memory, with what may lie on disk instead, or time."""
     assert cell.estimate is not None
     peak, seconds = cell.estimate["peak_bytes"], cell.seconds or 0.0
     problem = ""
     on_gpu = suite.device.startswith("cuda")
+    beside = 0
+    if options.get("cache") and "cache_gb" in options and not on_gpu:
+        from icr_bench.retrievers.lm.disk import room
+
+        beside = room(options["cache"], int(options["cache_gb"] * 1e9))
     if suite.memory_limit is not None and not on_gpu and peak > suite.memory_limit:
         problem = f"needs more than --memory-limit {human_bytes(suite.memory_limit)}"
-    elif peak > free and (on_gpu or retriever.options.get("cache") is None):
-        problem = f"does not fit: {human_bytes(free)} are free"
+    elif peak > free + beside:
+        problem = f"does not fit: {human_bytes(free)} are free" + (f", {human_bytes(beside)} on disk" if beside else "")
     elif suite.timeout is not None and seconds > suite.timeout:
         problem = f"takes longer than --timeout {suite.timeout:g}"
     return replace(cell, problem=problem)

@@ -71,7 +71,7 @@ class Attention(Retriever):
         cap: tokens of a document with its wrapper, at most.
         offset: position of a query's first token.
         cache: folder to keep keys and values in between runs.
-        cache_gb: size that the folder may have, in 10^9 bytes.
+        cache_gb: size that they may have there, in 10^9 bytes.
     """
 
     tokenizer = "model"
@@ -118,9 +118,14 @@ class Attention(Retriever):
     def _choose(self, backbone: Backbone) -> tuple[str, int, tuple[int, ...]]:
         if shipped := SHIPPED.get(shape(backbone)):
             return f"calibrated defaults of {shipped[0]}", shipped[1], shipped[2]
-        told = [identify(self._model), asdict(self._settings), PEOPLE, LIKES, QUESTIONS]
+        texts, questions, golds = generated()
+        told = [*map(identify, made_of(self._model)), asdict(self._settings), texts, questions, [*map(sorted, golds)]]
         name = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:24]
-        file = cache_folder() / "attention" / f"{name}.json"
+        try:
+            file = cache_folder() / "attention" / f"{name}.json"
+        except OSError as error:
+            layer, heads, _ = calibrate(backbone, self._words, self._settings, self.progress)
+            return f"calibration that could not be kept: {error}", layer, heads
         try:
             known = json.loads(file.read_text(encoding="utf-8"))
             return f"calibration in {file}", int(known["layer"]), tuple(map(int, known["heads"]))
@@ -145,7 +150,8 @@ class Attention(Retriever):
         prompt = Prompt(self._words, self._settings, digits_for(len(documents)))
         blocks = list(prompt.documents([document.text for document in documents], [0] * len(documents)))
         asked = [prompt.query(query) for query in queries]
-        return estimate(backbone, Config(), blocks, asked, (), len(prompt.opening), self._readout[0])
+        readout = Readout(self._readout[0], "content", self._readout[1])
+        return estimate(backbone, Config(), blocks, asked, (), len(prompt.opening), readout=readout)
 
     def index(self, documents: Sequence[Document]) -> None:
         backbone = self._loaded().backbone
@@ -243,6 +249,7 @@ def score_heads(
 
         def observe(layer: int, hidden: Tensor, q: Tensor, asked: Sequence[Block] = asked, begin: int = begin) -> None:
             rows, owner = scoring_rows(asked, "content", q)
+            backbone.check_finite(rows)  # no gold would be beaten in a layer without numbers
             for shard in cache.shards:
                 found = head_scores(backbone, shard, layer, rows, every)  # (n, R, H)
                 summed = found.new_zeros(len(asked), len(found), len(every)).index_add_(0, owner, found.transpose(0, 1))

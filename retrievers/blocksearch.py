@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -52,7 +53,8 @@ class BlockSearch(Retriever):
             folder, a ``.gguf`` file, or a name that `icr-bench list models` prints.
         base: the model that an adapter adds to (hub id, folder or ``.gguf`` file); the one that it names by default.
         codes: ``random``, or ``position`` for the document's number (the ablation).
-        digits: digits of a code; by default four, or as many as the corpus takes.
+        digits: digits of a code; by default four, or as many as the corpus takes. Corpora share what a ``cache`` holds
+            if their codes are of one length: with 5 from the start, all of up to 100,000 documents.
         cap: tokens of a document with its wrapper; 300 unless the weights say otherwise.
         offset: position of a query's first token; 300 unless the weights say otherwise.
         ssmax: multiply attention scores by s_L log N.
@@ -72,7 +74,7 @@ class BlockSearch(Retriever):
         per_step: digits that each beam continues with.
         existing: take only codes of the corpus.
         cache: folder to keep keys and values in between runs.
-        cache_gb: size that the folder may have, in 10^9 bytes.
+        cache_gb: size that they may have there, in 10^9 bytes.
     """
 
     tokenizer = "model"
@@ -159,7 +161,10 @@ class BlockSearch(Retriever):
                 self._scalars[name] = tuple(carried.get(name, [start] * depth))
         ssmax, sink = self._scalars.get("ssmax"), self._scalars.get("sink")
         config = Config(ssmax, self._n_is, sink, routing=routing, blind=carried.get("blind", 0))
-        self._engine = Engine(backbone, config, self._settings.offset)
+        try:
+            self._engine = Engine(backbone, config, self._settings.offset)
+        except ValueError as error:  # it is about what the file holds
+            raise ValueError(f"{path / EXTRAS}: {error}") from None
         self._untrained = sorted(name for name in self._scalars if name not in carried)
         self._layer = middle if self._readout_layer is None else self._readout_layer
         check_layer("readout_layer", self._layer, depth)
@@ -176,11 +181,10 @@ class BlockSearch(Retriever):
         blocks = list(prompt.documents(texts, [0] * len(texts)))
         asked = [prompt.query(query) for query in queries]
         beams = [min(self._beam.per_step**length, self._beam.width, len(texts)) for length in range(1, digits)]
-        passes, depth = beams, engine.backbone.depth
+        first, readout = self._first(engine), None
         if self._readout == "attention":
-            passes, depth = [], self._layer
-        first = self._first(engine)
-        return estimate(engine.backbone, engine.config, blocks, asked, passes, len(prompt.opening), depth, first)
+            beams, readout = [], Readout(self._layer, self._readout_tokens, self._heads)
+        return estimate(engine.backbone, engine.config, blocks, asked, beams, len(prompt.opening), first, readout)
 
     def _first(self, engine: Engine) -> int:
         """The first layer whose keys and values are read."""
@@ -350,14 +354,14 @@ def _carried(path: Path) -> dict[str, Any]:
             elif name in ("routing_layer", "routing_b", "blind"):
                 fine = type(value) is int
             elif name in ("ssmax", "sink"):
-                fine = all(type(scalar) in (int, float) for scalar in value)
+                fine = all(type(scalar) in (int, float) and math.isfinite(scalar) for scalar in value)
             else:
                 raise ValueError(
                     f"{name!r} is not known; expected prompt, routing_layer, routing_b, blind, ssmax or sink"
                 )
             if not fine:
                 raise ValueError(f"{name} is {value!r:.80}")
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{file}: {error}") from None
     return carried
 

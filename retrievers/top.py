@@ -14,9 +14,17 @@ def top_k(scores: NDArray[np.floating], k: int, among: NDArray[np.integer] | Non
     Args:
         scores: one score a document, shape (N,).
         among: the numbers, ascending, that may be returned; all by default.
+
+    Raises:
+        FloatingPointError: a score that is no number, which ranks nowhere.
     """
     numbers = np.arange(len(scores)) if among is None else among
     kept = scores[numbers]
+    if len(kept) and np.isnan(kept.max()):
+        raise FloatingPointError(
+            f"{np.isnan(kept).sum():,} of {len(kept):,} documents have a score that is no number: a model's values "
+            "overflow its type, for which --dtype float32 helps, or its weights are damaged"
+        )
     if k < len(numbers):
         threshold = np.partition(kept, len(kept) - k)[len(kept) - k]
         numbers = numbers[kept >= threshold]  # every document tied with the k-th

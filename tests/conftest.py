@@ -32,6 +32,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make
 
 
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user whom the system does not know, as in many a container, and who tells no folder either."""
+
+    def unknown(number: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+
+
 RandomModel = Callable[..., tuple[Path, Any]]
 
 

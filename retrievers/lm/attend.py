@@ -138,7 +138,7 @@ def maxsim_plain(q: Tensor, keys: Tensor, starts: Tensor, ends: Tensor) -> Tenso
 def maxsim(q: Tensor, keys: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     """MaxSim of every row and range: equal to `maxsim_plain` up to rounding."""
     if q.shape[1] == 0:
-        return q.new_empty((len(starts), *q.shape[:2]))
+        return q.new_empty((len(starts), *q.shape[:2]), dtype=torch.float32)
     kernel = compiled(keys.shape[-1], keys.dtype) if keys.device.type == "cpu" else None
     if kernel is not None:
         return kernel.maxsim(q, keys, starts, ends)
@@ -234,14 +234,17 @@ def compiled(head_dim: int, dtype: torch.dtype) -> Kernel | None:
     try:
         library = _build(head_dim, dtype)
         return Kernel(library) if library else None
-    except OSError:  # the user's cache cannot be written to, or what it holds may not be executed
+    except OSError:  # the user's cache is nowhere, cannot be written to, or what it holds may not be executed
         return None
 
 
 def _build(head_dim: int, dtype: torch.dtype) -> Path | None:
     """Compile attend.c into the user's cache, once for each compiler, processor, size and type."""
     source = Path(__file__).with_name("attend.c")
-    compiler = shlex.split(os.environ.get("CC", "cc"))
+    try:
+        compiler = shlex.split(os.environ.get("CC", "cc"))
+    except ValueError:  # a quotation that does not end
+        return None
     if not compiler or shutil.which(compiler[0]) is None:
         return None
     options = ["-O3", "-march=native", "-ffast-math", "-funroll-loops", "-fopenmp", "-fPIC"]
@@ -275,8 +278,15 @@ def _processor() -> str:
 
 
 def cache_folder() -> Path:
-    """Where this package keeps what is made once a machine."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "icr-bench"
+    """Where this package keeps what is made once a machine.
+
+    Raises:
+        OSError: the user has no home folder.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "icr-bench"
+    except RuntimeError as error:
+        raise OSError(f"{error}; set XDG_CACHE_HOME") from None
 
 
 def kernel_name(head_dim: int, dtype: torch.dtype, device: str) -> str:

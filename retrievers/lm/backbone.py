@@ -161,9 +161,25 @@ class Backbone(nn.Module):
         """Log-probabilities of the next token, (..., vocabulary) in float32, of the last layer's hidden states."""
         return F.log_softmax(wide(self.lm_head(self.norm(hidden))), -1)
 
-    def body_flops(self) -> int:
-        """Floating-point operations of the layers' matrix products for one token."""
-        return 2 * sum(m.weight.numel() for m in self.layers.modules() if isinstance(m, nn.Linear))
+    def check_finite(self, *values: Tensor) -> None:
+        """Refuse what would rank documents by no numbers at all.
+
+        Raises:
+            FloatingPointError: some of the values, which this model has computed, are not finite.
+        """
+        if not torch.stack([some.isfinite().all() for some in values]).all():
+            name = str(self.dtype).removeprefix("torch.")
+            cause = "its weights are damaged"
+            if self.dtype == torch.float16:
+                cause = "what exceeds 65,504 overflows there, so use --dtype bfloat16 or float32"
+            raise FloatingPointError(f"the model computes values in {name} that are not finite: {cause}")
+
+    def prefill_flops(self) -> int:
+        """Floating-point operations of the layers' matrix products for one token of a document; nothing reads what the
+        last layer puts out."""
+        *_, last = self.stack()
+        unread = {last.self_attn.o_proj, *last.mlp.modules()}
+        return 2 * sum(m.weight.numel() for m in self.layers.modules() if isinstance(m, nn.Linear) and m not in unread)
 
     def token_bytes(self, first: int = 0) -> int:
         """Bytes of keys and values that one token leaves in the cache, over all layers from ``first`` on."""

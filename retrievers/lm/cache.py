@@ -134,6 +134,9 @@ def prefill(
         documents: their numbers.
         progress: told the tokens done and in all.
         first: the first layer of which keys and values are kept.
+
+    Raises:
+        FloatingPointError: some are not finite.
     """
     lengths = [len(block) for block in blocks]
     total, done = sum(lengths), 0
@@ -149,9 +152,11 @@ def prefill(
         for batch in part:
             size = sum(lengths[position] for position in batch)
             ids = [blocks[position].ids for position in batch]
+            here = slice(at, at + size)
             for number, (k, v) in enumerate(_read(backbone, ids, first=first), -first):
                 if number >= 0:
-                    keys[number, :, at : at + size], values[number, :, at : at + size] = k, v
+                    keys[number, :, here], values[number, :, here] = k, v
+            backbone.check_finite(*keys[:, :, here], *values[:, :, here])
             at += size
             done += size
             progress(done, total)

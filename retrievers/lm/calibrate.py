@@ -11,9 +11,9 @@ import torch
 from icr_bench.retrievers.base import Estimate
 from icr_bench.retrievers.lm.attend import attend, attend_ranges
 from icr_bench.retrievers.lm.backbone import Backbone
-from icr_bench.retrievers.lm.cache import CorpusCache, prefill
+from icr_bench.retrievers.lm.cache import CorpusCache, Shard, prefill
 from icr_bench.retrievers.lm.corpus import batch_bytes
-from icr_bench.retrievers.lm.engine import Config, Engine
+from icr_bench.retrievers.lm.engine import Config, Engine, Readout, head_scores
 from icr_bench.retrievers.lm.prompt import Block
 
 PREFILL_TOKENS = 768
@@ -30,8 +30,8 @@ def estimate(
     queries: Sequence[Block],
     passes: Sequence[int],
     opening: int,
-    depth: int,
     first: int = 0,
+    readout: Readout | None = None,
 ) -> Estimate:
     """The cost of holding documents and of one query.
 
@@ -40,8 +40,8 @@ def estimate(
         queries: some queries, whose mean length counts.
         passes: beams of each digit pass after the query pass.
         opening: tokens of each query that are computed once for all.
-        depth: layers in which a query attends; all, unless it is read out at one.
         first: the first layer of which keys and values are kept.
+        readout: which layer ranks the documents, where no digits are decoded; the query pass ends there.
     """
     lengths = [len(block) for block in blocks]
     tokens, n = sum(lengths), len(blocks)
@@ -54,19 +54,29 @@ def estimate(
         map(len, short)
     )
     index_s = tokens * seconds
-    attention_flops = 4 * backbone.heads * backbone.head_dim * backbone.depth * sum(x * x / 2 for x in lengths)
+    # Half of a causal block's products, in the layers whose attention is read.
+    attention_flops = 2 * backbone.heads * backbone.head_dim * (backbone.depth - 1) * sum(x * x for x in lengths)
+    routing, depth = config.routing, readout.layer if readout else backbone.depth
+    content = round(sum(block.after - block.text for block in queries) / len(queries))
     rows = max(round(sum(map(len, queries)) / len(queries)) - opening, 1)
+    if readout and readout.tokens == "content" and not (routing and routing.tokens == "last"):
+        rows = max(content, 1)  # as in `Engine.query_pass`, nothing after a query's own text
     query_s = 0.0
-    kept = min(config.routing.keep, n) / n if config.routing else 1.0
+    kept = min(routing.keep, n) / n if routing else 1.0
     for number, beams in enumerate([rows, *passes]):
         dense = depth
-        if config.routing:
-            dense = 0 if number and config.routing.reach == "every" else min(config.routing.layer + 1, depth)
-        seeing = max(min(dense, depth) - config.blind, 0)
-        told = 0 if depth < backbone.depth else beams if number else 1
-        query_s += _pass_s(backbone, beams, told) * depth / backbone.depth + seeing * _attend_s(backbone, beams, tokens)
+        if routing:
+            dense = 0 if number and routing.reach == "every" else min(routing.layer + 1, depth)
+        query_s += _pass_s(backbone, beams, beams if number else 1, readout)
+        query_s += max(dense - config.blind, 0) * _attend_s(backbone, beams, tokens)
         if dense < depth:
             query_s += (depth - max(dense, config.blind)) * _attend_s(backbone, beams, tokens * kept, routed=True)
+    scoring = [readout] if readout else []
+    if routing and routing.layer < depth:
+        scoring.append(Readout(routing.layer, routing.tokens, tuple(range(backbone.heads))))
+    text = round(sum(block.after - block.text for block in blocks) / n)
+    for one in scoring:
+        query_s += _score_s(backbone, content if one.tokens == "content" else 1, one.heads, n, round(tokens / n), text)
     index_bytes = tokens * backbone.token_bytes(first)
     held = (
         torch.cuda.memory_allocated(backbone.device)
@@ -75,7 +85,7 @@ def estimate(
     )
     return Estimate(
         tokens=tokens,
-        index_flops=float(tokens * backbone.body_flops() + attention_flops),
+        index_flops=float(tokens * backbone.prefill_flops() + attention_flops),
         index_bytes=index_bytes,
         peak_bytes=held + index_bytes + batch_bytes(backbone),
         index_s=index_s,
@@ -83,21 +93,37 @@ def estimate(
     )
 
 
-def _pass_s(backbone: Backbone, rows: int, told: int) -> float:
-    """Seconds that query rows take in all layers, but for the corpus, and ``told`` of them over the vocabulary.
+def _pass_s(backbone: Backbone, rows: int, told: int, readout: Readout | None) -> float:
+    """Seconds that query rows take in all layers, or in those below the readout's, but for the corpus; ``told`` of them
+    are read after the last layer, over the vocabulary.
 
     Few rows take far longer each than those of a prefill: weights are read, and calls made, for them alone.
     """
-    engine, block = Engine(backbone, Config(), 0), Block([0] * rows, 0, 0)
+    engine, block = Engine(backbone, Config(), 0), Block([0] * rows, 0, rows)
     cache = CorpusCache(list(prefill(backbone, [Block([0], 0, 0)], [0])), [0], 1)
 
     def work() -> None:
-        state = engine.query_pass(cache, [block])
-        assert state.hidden is not None
-        if told:
-            backbone.log_probabilities(state.hidden.expand(told, -1))
+        state = engine.query_pass(cache, [block], readout, tail=told)
+        if state.hidden is not None:
+            backbone.log_probabilities(state.hidden)
 
     return _fastest(work, backbone.device)
+
+
+def _score_s(backbone: Backbone, rows: int, heads: Sequence[int], documents: int, length: int, text: int) -> float:
+    """Seconds that MaxSim of all documents takes in one layer.
+
+    Args:
+        rows: tokens of a query that score.
+        length: tokens of a document, of which ``text`` count.
+    """
+    count = max(min(documents, CACHE_TOKENS // length), 1)
+    keys = torch.zeros(1, backbone.kv_heads, count * length, backbone.head_dim, dtype=backbone.dtype)
+    starts = torch.arange(count) * length
+    shard = Shard(keys, keys, torch.arange(count), starts, starts + length, starts, starts + text).to(backbone.device)
+    q = torch.zeros(rows, backbone.heads, backbone.head_dim, dtype=backbone.dtype, device=backbone.device)
+    last = backbone.depth - 1  # a shard's last layer is the model's
+    return _fastest(lambda: head_scores(backbone, shard, last, q, heads).sum(-1), backbone.device) * documents / count
 
 
 def _attend_s(backbone: Backbone, rows: int, tokens: float, *, routed: bool = False) -> float:

@@ -6,6 +6,8 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +17,7 @@ import torch
 from icr_bench.retrievers.base import Document, Ranking
 from icr_bench.retrievers.lm.backbone import Backbone
 from icr_bench.retrievers.lm.cache import BATCH_TOKENS, CorpusCache, Progress, Shard, prefill
-from icr_bench.retrievers.lm.disk import DiskCache, Held
+from icr_bench.retrievers.lm.disk import DiskCache, Held, room
 from icr_bench.retrievers.lm.prompt import (
     Block,
     Prompt,
@@ -31,7 +33,13 @@ QUERIES, QUERY_TOKENS = 32, 2048
 """Queries, and tokens of queries, that share a pass over the corpus, at most."""
 
 CACHE_GB = 50.0
-"""Size that a folder with keys and values may have unless told otherwise, in 10^9 bytes."""
+"""Size that keys and values in a folder may have unless told otherwise, in 10^9 bytes."""
+
+SOURCE = ("attend.c", "attend.py", "backbone.py", "cache.py", "gguf.py", "lora.py", "prompt.py")
+"""Files beside this one without which keys and values would not be what they are."""
+
+LIBRARIES = ("gguf", "tokenizers", "transformers")
+"""Packages that read models and texts."""
 
 
 class NoRoom(MemoryError):
@@ -45,7 +53,7 @@ class Corpus:
         models: name the weights, for the cache's key; asked for only if there is a folder.
         codes: ``random`` or ``position``.
         folder: where keys and values are kept between runs; None to keep none.
-        gigabytes: size that the folder may have, in 10^9 bytes.
+        gigabytes: size that they may have there, in 10^9 bytes.
     """
 
     def __init__(
@@ -87,8 +95,9 @@ class Corpus:
             first: the first layer of which keys and values are kept.
 
         Raises:
-            NoRoom: if keys and values exceed the free memory: before anything is computed, or, with a folder to keep
-                them in, as soon as that has no more room for them or a part of what it holds would not fit as a copy.
+            NoRoom: if keys and values exceed the free memory and what the folder could hold: before anything is
+                computed; or the memory alone, as soon as the folder takes no more or a part of what it holds would not
+                fit as a copy.
         """
         self.cache = CorpusCache([], [], 0)  # what the last corpus took is free again
         prompt = Prompt(tokenizer, settings, digits or digits_for(len(documents)))
@@ -97,9 +106,10 @@ class Corpus:
         keys = text_keys(texts, self._seed)
         if self._kind == "position":
             keys = [f"{key} {number}" for number, key in enumerate(keys)]
-        if disk and backbone.device.type == "cuda":
-            whole = prompt.documents(texts, [0] * len(texts))
-            check_room(backbone, first, sum(map(len, whole)), len(texts))
+        if disk and self._folder:
+            whole = sum(map(len, prompt.documents(texts, [0] * len(texts))))
+            beside = room(self._folder, self._limit) if backbone.device.type == "cpu" else 0
+            check_room(backbone, first, whole, len(texts), beside)
         shards, held = _read(disk, keys, backbone, first) if disk else ([], {})
         if self._kind == "position":
             codes = list(range(len(texts)))
@@ -109,16 +119,16 @@ class Corpus:
         blocks = list(prompt.documents(texts, codes))
         self.truncated = sum(block.truncated for block in blocks)
         todo = [blocks[number] for number in missing]
-        left = sum(map(len, todo))
+        left, ahead = sum(map(len, todo)), len(todo)
         if disk is None:
-            check_room(backbone, first, left, len(texts))
+            check_room(backbone, first, left, ahead)
         elif missing:
             disk.prepare()
         for shard in prefill(backbone, todo, missing, progress, first=first):
-            left -= shard.tokens
+            left, ahead = left - shard.tokens, ahead - len(shard.documents)
             kept = _keep(disk, shard, keys, codes) if disk else shard
-            if disk and kept is shard:
-                check_room(backbone, first, left, len(texts))
+            if disk and kept is shard and ahead:
+                check_room(backbone, first, left, ahead)
             shards.append(kept)
         self.cache = CorpusCache(shards, codes, prompt.digits)
         self.reused = len(held)
@@ -129,7 +139,7 @@ class Corpus:
             return None
         blocks = prompt.shown()["block_ids"]
         told = [self._weights, prompt.settings.cap, blocks, prompt.digits, self._kind, self._seed]
-        told += [first, backbone.depth, str(backbone.dtype), torch.__version__]
+        told += [first, backbone.depth, str(backbone.dtype), torch.__version__, made_by()]
         key = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:24]
         return DiskCache(self._folder, key, self._limit)
 
@@ -147,6 +157,15 @@ class Corpus:
         }
 
 
+@cache
+def made_by() -> str:
+    """SHA-256 over what computes keys and values beside PyTorch: `SOURCE`, and the versions of `LIBRARIES`."""
+    sha = hashlib.sha256(repr([(name, version(name)) for name in LIBRARIES]).encode())
+    for name in SOURCE:
+        sha.update(f"{name}\0".encode() + Path(__file__).with_name(name).read_bytes() + b"\0")
+    return sha.hexdigest()
+
+
 def _read(disk: DiskCache, keys: Sequence[str], backbone: Backbone, first: int) -> tuple[list[Shard], dict[int, int]]:
     """The shards of documents that could be read from disk, and these documents' codes, none of which occurs twice."""
     found = disk.find()
@@ -155,7 +174,7 @@ def _read(disk: DiskCache, keys: Sequence[str], backbone: Backbone, first: int) 
         entry = next((held for held in found.get(key, ()) if held.code not in taken), None)
         if entry:
             taken[entry.code] = number, entry
-    copied = disk.load(taken.values(), lambda tokens: check_room(backbone, first, tokens, len(keys)))
+    copied = disk.load(taken.values(), lambda documents, tokens: check_room(backbone, first, tokens, documents))
     shards = [shard.to(backbone.device) for shard in copied]
     read = {number for shard in shards for number in shard.documents.tolist()}
     return shards, {number: code for code, (number, _) in taken.items() if number in read}
@@ -172,8 +191,11 @@ def _keep(disk: DiskCache, shard: Shard, keys: Sequence[str], codes: Sequence[in
     return next(mapped, shard)
 
 
-def check_room(backbone: Backbone, first: int, tokens: int, documents: int) -> None:
-    """Refuse a corpus whose keys and values, from a first layer on, exceed the free memory of the device.
+def check_room(backbone: Backbone, first: int, tokens: int, documents: int, beside: int = 0) -> None:
+    """Refuse documents whose keys and values, from a first layer on, exceed the free memory of the device.
+
+    Args:
+        beside: bytes that they may take on disk.
 
     Raises:
         NoRoom: with the numbers and what can be done.
@@ -186,10 +208,11 @@ def check_room(backbone: Backbone, first: int, tokens: int, documents: int) -> N
     rest = "bfloat16"
     if backbone.device.type == "cpu":
         rest += ", or keep them on disk (cache=DIR for this corpus alone, with room in cache_gb)"
-    if needed > free:
+    if needed > free + beside:
+        there = f"{free:,} are free" + (f" and {beside:,} on disk" if beside else "")
         raise NoRoom(
-            f"keys and values of {documents:,} documents ({tokens:,} tokens) take {needed:,} bytes, but only {free:,} "
-            f"are free; use fewer documents, a smaller cap or model, or {rest}"
+            f"keys and values of {documents:,} documents ({tokens:,} tokens) take {needed:,} bytes, but only {there}; "
+            f"use fewer documents, a smaller cap or model, or {rest}"
         )
 
 

@@ -101,7 +101,12 @@ def search(
 
 
 def digit_logs(backbone: Backbone, hidden: Tensor, ids: Tensor) -> Tensor:
-    """Log-probabilities of the digits, (..., 10), after hidden states (..., width)."""
+    """Log-probabilities of the digits, (..., 10), after hidden states (..., width).
+
+    Raises:
+        FloatingPointError: some are not finite.
+    """
     parts = [backbone.log_probabilities(rows)[:, ids] for rows in hidden.flatten(0, -2).split(ROWS)]
     logs: Tensor = torch.cat(parts).unflatten(0, hidden.shape[:-1])
+    backbone.check_finite(logs)  # no code of a query would be likelier than none, and nothing be found
     return logs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -22,6 +23,12 @@ from torch import Tensor, uint8
 from icr_bench.retrievers.lm.cache import Shard
 
 TENSORS = ("keys", "values", "documents", "starts", "ends", "text_starts", "text_ends")
+
+OWN = re.compile(r"[0-9a-f]{24}/[0-9a-f]{8}-\d+\.safetensors")
+"""Files that are kept here, by folder and name: whatever else a user's folder holds is neither counted nor removed."""
+
+UNFINISHED = "icr-bench-"
+"""How the names of folders begin in which files are being written."""
 
 Broken = (SafetensorError, OSError, ValueError, KeyError, TypeError)
 """What reading a file raises that is not as it was written."""
@@ -41,8 +48,8 @@ class DiskCache:
 
     Args:
         folder: the user's cache folder, shared by all models.
-        key: identifies what all files here have in common (weights, prompt, type).
-        limit: bytes that the whole folder may take; files used least recently give way.
+        key: 24 hexadecimal digits that identify what all files here have in common (weights, prompt, type).
+        limit: bytes that the files of all keys may take; those used least recently give way.
     """
 
     def __init__(self, folder: Path, key: str, limit: int) -> None:
@@ -52,7 +59,7 @@ class DiskCache:
     def find(self) -> dict[str, list[Held]]:
         """All documents that the folder holds, by the keys they were stored under; the newest entry comes first."""
         files = []
-        for file in sorted(self.folder.glob("*.safetensors")):
+        for file in sorted(own_files(self._root, self._key)):
             try:
                 with safe_open(file, "pt") as stream:
                     told = stream.metadata() or {}
@@ -72,7 +79,7 @@ class DiskCache:
         return found
 
     def load(
-        self, wanted: Iterable[tuple[int, Held]], copying: Callable[[int], None] = lambda tokens: None
+        self, wanted: Iterable[tuple[int, Held]], copying: Callable[[int, int], None] = lambda documents, tokens: None
     ) -> Iterator[Shard]:
         """The shards of documents, given with their numbers; a file whose content is damaged gives none of its own.
 
@@ -80,7 +87,7 @@ class DiskCache:
         order in which they were made.
 
         Args:
-            copying: told the tokens of documents that are about to be copied; it may refuse by raising.
+            copying: told how many documents and tokens are about to be copied; it may refuse by raising.
         """
         files: dict[Path, list[tuple[int, Held]]] = {}
         for number, held in wanted:
@@ -93,12 +100,12 @@ class DiskCache:
                 _warn(file, error)
                 continue
             self._used.add(file)
-            with suppress(PermissionError):  # somebody else's file
+            with suppress(OSError):  # somebody else's file, one that gave way meanwhile, or a disk only to be read
                 os.utime(file)
             members = sorted(members, key=lambda member: member[1].place)
             if len(members) < len(shard.documents):
                 places = [held.place for _, held in members]
-                copying(int((shard.ends - shard.starts)[places].sum()))
+                copying(len(places), int((shard.ends - shard.starts)[places].sum()))
                 shard = shard.select(places)
             shards.append((made, shard.numbered([number for number, _ in members])))
         for _, shard in sorted(shards, key=lambda one: one[0]):
@@ -123,7 +130,7 @@ class DiskCache:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not os.access(self.folder, os.W_OK):
             raise PermissionError(f"{self.folder}: cannot be written to; give another folder as cache=")
-        for work in self._root.glob("*/*.partial"):
+        for work in self._root.glob(f"{'[0-9a-f]' * 24}/{UNFINISHED}*.partial"):
             with suppress(OSError), _locked(work):  # not while somebody still writes there
                 shutil.rmtree(work)
 
@@ -145,7 +152,7 @@ class DiskCache:
         target = self.folder / f"{told['checksum']}-{told['made']}.safetensors"
         try:
             with ExitStack() as stack:
-                work = Path(tempfile.mkdtemp(suffix=".partial", dir=self.folder))
+                work = Path(tempfile.mkdtemp(".partial", UNFINISHED, self.folder))
                 stack.callback(shutil.rmtree, work, ignore_errors=True)
                 with suppress(OSError):  # a file system without locks
                     stack.enter_context(_locked(work))
@@ -164,8 +171,8 @@ class DiskCache:
 
     def _make_room(self, size: int) -> bool:
         files: dict[Path, os.stat_result] = {}
-        for file in self._root.glob("*/*.safetensors"):
-            with suppress(FileNotFoundError):  # another process makes room too
+        for file in own_files(self._root):
+            with suppress(OSError):  # another process makes room too
                 files[file] = file.stat()
         held = sum(stat.st_size for stat in files.values())
         idle = sorted((file for file in files if file not in self._used), key=lambda file: files[file].st_mtime)
@@ -174,9 +181,28 @@ class DiskCache:
         for file in idle:
             if held + size <= self._limit:
                 break
-            held -= files[file].st_size
-            file.unlink(missing_ok=True)
-        return True
+            with suppress(OSError):  # in somebody else's folder
+                file.unlink(missing_ok=True)
+                held -= files[file].st_size
+        return held + size <= self._limit
+
+
+def room(root: Path, limit: int) -> int:
+    """Bytes that files below a user's folder could take, at most: those that are there, and what is free within the
+    limit and on the disk once all others have given way."""
+    held = 0
+    for file in own_files(root):
+        with suppress(OSError):
+            held += file.stat().st_size
+    there = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.exists())
+    return min(max(limit, held), held + shutil.disk_usage(there).free)
+
+
+def own_files(root: Path, key: str = "*") -> Iterator[Path]:
+    """The files that are kept below a user's folder, of one key or all."""
+    for file in root.glob(f"{key}/*.safetensors"):
+        if OWN.fullmatch(f"{file.parent.name}/{file.name}"):
+            yield file
 
 
 @contextmanager

@@ -122,7 +122,8 @@ class Engine:
         offset: position of a query's first token.
 
     Raises:
-        ValueError: a routing layer or a number of scalars that does not fit the backbone, or nothing kept.
+        ValueError: a routing layer, a number of scalars or of blind layers that does not fit the backbone, or nothing
+            kept.
     """
 
     def __init__(self, backbone: Backbone, config: Config, offset: int) -> None:
@@ -131,6 +132,8 @@ class Engine:
             scalars = getattr(config, name)
             if scalars is not None and len(scalars) != backbone.depth:
                 raise ValueError(f"{name} has {len(scalars)} scalars for a model of {backbone.depth} layers")
+        if not 0 <= config.blind < backbone.depth:
+            raise ValueError(f"blind is {config.blind}; of {backbone.depth} layers, 0 to {backbone.depth - 1} may be")
         if config.routing:
             check_layer("routing layer", config.routing.layer, backbone.depth)
             if config.routing.layer < config.blind - 1:
@@ -404,6 +407,7 @@ class Engine:
         """
         scores = torch.zeros(len(blocks), len(cache), device=q.device)
         rows, owner = scoring_rows(blocks, readout.tokens, q, first)
+        self.backbone.check_finite(rows)  # keys are; and the compiled kernel may take no number for a small one
         for shard in cache.shards:
             found = head_scores(self.backbone, shard, readout.layer, rows, readout.heads).sum(-1)  # (n, R)
             per_query = torch.zeros(len(blocks), len(found), device=q.device)

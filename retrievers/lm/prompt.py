@@ -19,7 +19,8 @@ DIGITS = 4
 
 
 class Tokenizer:
-    """Text to token ids, without special tokens added or recognised in text, and the ids that wrap a block.
+    """Text to token ids, without special tokens added or recognised in text, and the ids that wrap a block. No space is
+    put first either, as Mistral's and Llama 2's do: the parts of a block are tokenised apart, and each would have one.
 
     Args:
         serialized: a ``tokenizer.json`` as text.
@@ -32,7 +33,9 @@ class Tokenizer:
 
     def __init__(self, serialized: str, bos: int | None, eos: int | None, name: str) -> None:
         self.name = name
-        self._tokenizer = tokenizers.Tokenizer.from_str(serialized)
+        told = json.loads(serialized)
+        told |= {part: _no_space_first(told.get(part)) for part in ("normalizer", "pre_tokenizer")}
+        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(told))
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True  # "<|im_end|>" in a document is text, not the end of its block
@@ -77,6 +80,17 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Any]:
         """Encodings (``ids``, ``offsets``) of texts; a lone surrogate counts as U+FFFD."""
         return self._tokenizer.encode_batch([clean(text) for text in texts], add_special_tokens=False)
+
+
+def _no_space_first(part: Any) -> Any:
+    """A normalizer or pre-tokenizer of a tokenizer.json, or several, without what puts a space before a text."""
+    if isinstance(part, list):
+        return [_no_space_first(one) for one in part if one["type"] != "Prepend"]
+    if part is None or part["type"] == "Prepend":
+        return None
+    inner = {key: _no_space_first(part[key]) for key in ("normalizers", "pretokenizers") if key in part}
+    never = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}
+    return part | inner | never.get(part["type"], {})
 
 
 def clean(text: str) -> str:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import psutil
@@ -70,7 +71,19 @@ class Placed(Fake):
         pass
 
 
-RETRIEVERS = {{"silent": Silent, "fake": Fake, "broken": Broken, "placed": Placed}}
+class Kept(Fake):
+    def __init__(self, *, cache: Path | None = None, cache_gb: float = 50.0, device: str = "cpu"):
+        pass
+
+
+class Answers(Fake):  # keeps those there, not its index
+    def __init__(self, *, cache: Path | None = None):
+        pass
+
+
+RETRIEVERS = {{
+    "silent": Silent, "fake": Fake, "broken": Broken, "placed": Placed, "kept": Kept, "answers": Answers
+}}
 """
 
 
@@ -276,6 +289,72 @@ def test_what_does_not_fit_into_the_memory_there_is_is_a_problem(
     assert re.fullmatch(r"does not fit: [\d.]+ [MG]B are free", answer.cells[0]["problem"])
 
 
+def with_free(monkeypatch: pytest.MonkeyPatch, memory: int, disk: int) -> None:
+    told = SimpleNamespace(available=memory, total=10**12)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: told)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=disk, total=10**12))
+
+
+@pytest.mark.parametrize(("free", "problem"), [(7_000_000, ""), (6_999_999, "does not fit: 7 MB are free")])
+def test_memory_that_others_have_taken_does_not_count(
+    planner: Planner, in_process: list[Job], monkeypatch: pytest.MonkeyPatch, free: int, problem: str
+) -> None:
+    with_free(monkeypatch, free, 10**12)
+    assert [cell["problem"] for cell in planner.plan("fake").cells] == [problem]
+
+
+@pytest.mark.parametrize(
+    ("retriever", "disk", "problem"),
+    [
+        ("kept", 10**12, "does not fit: 5 MB are free"),
+        ("kept:cache={folder}", 10**12, ""),
+        ("kept:cache={folder}", 2_000_000, ""),
+        ("kept:cache={folder}", 1_999_999, "does not fit: 5 MB are free, 2 MB on disk"),
+        ("kept:cache={folder},cache_gb=0.002", 10**12, ""),
+        ("kept:cache={folder},cache_gb=0.001", 10**12, "does not fit: 5 MB are free, 1 MB on disk"),
+        ("answers:cache={folder}", 10**12, "does not fit: 5 MB are free"),
+    ],
+)
+def test_what_may_lie_on_disk_needs_room_there(
+    planner: Planner,
+    in_process: list[Job],
+    monkeypatch: pytest.MonkeyPatch,
+    retriever: str,
+    disk: int,
+    problem: str,
+) -> None:
+    """Of the 7 MB, what memory does not hold."""
+    with_free(monkeypatch, 5_000_000, disk)
+    answer = planner.plan(retriever.format(folder=planner.folder / "cache"))
+    assert [cell["problem"] for cell in answer.cells] == [problem]
+    assert answer.code == bool(problem)
+    assert not (planner.folder / "cache").exists()
+
+
+def test_what_a_folder_holds_already_has_room(
+    planner: Planner, in_process: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = planner.folder / "cache" / ("a" * 24) / "00000000-1.safetensors"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(bytes(2_000_000))
+    with_free(monkeypatch, 5_000_000, 0)
+    assert planner.plan(f"kept:cache={planner.folder / 'cache'}").code == 0
+    file.rename(file.with_name("model.safetensors"))
+    assert planner.plan(f"kept:cache={planner.folder / 'cache'}").code == 1
+
+
+@pytest.mark.parametrize("cache", ["", ",cache={folder}"])
+def test_a_plan_and_a_run_refuse_alike(
+    planner: Planner, in_process: list[Job], monkeypatch: pytest.MonkeyPatch, tiny_model: TinyModel, cache: str
+) -> None:
+    with_free(monkeypatch, 1000, 1000)
+    retriever = f"blocksearch:model={tiny_model()}" + cache.format(folder=planner.folder / "cache")
+    (cell,) = planner.plan(retriever).cells
+    assert cell["problem"] == "does not fit: 1 kB are free" + (", 1 kB on disk" if cache else "")
+    with pytest.raises(MemoryError, match="keys and values of 12 documents"):
+        planner.run(retriever)
+
+
 def test_a_limit_that_even_the_plan_exceeds_is_a_problem(planner: Planner) -> None:
     answer = planner.plan("fake", flags=("--memory-limit", "1MB"))
     assert answer.code == 1
@@ -435,6 +514,19 @@ def test_time_and_memory_are_predicted_within_reason(
         told = record["estimate"][name]
         assert 0 < told["predicted"] < 20 * told["measured"]
         assert told["measured"] < 20 * told["predicted"]
+
+
+@pytest.mark.slow
+def test_a_peak_is_predicted_with_its_index(planner: Planner, tiny_model: TinyModel) -> None:
+    """Here of about half a gigabyte, which is nearly half of it."""
+    texts = [f"{number:04d} " + "x" * 250 for number in range(250)]
+    lines = [json.dumps({"_id": f"d{number}", "text": text}) + "\n" for number, text in enumerate(texts)]
+    (planner.data / "corpus.jsonl").write_text("".join(lines))
+    model = tiny_model(layers=8, num_key_value_heads=4, head_dim=32)
+    (record,) = planner.run(f"blocksearch:model={model}", flags=("--dtype", "float32", "--device", "cpu"))
+    assert record["memory"]["index_bytes"] > 4e8
+    peak = record["estimate"]["peak_bytes"]
+    assert peak["predicted"] == pytest.approx(peak["measured"], rel=0.25)
 
 
 # Interrupted

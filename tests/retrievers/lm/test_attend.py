@@ -309,11 +309,17 @@ def test_an_empty_range_has_no_score(way: str, dtype: torch.dtype) -> None:
     assert torch.allclose(got[[2, 3]], maxsim_plain(q, keys, starts, ends)[[2, 3]], atol=5 * BOUND[dtype])
 
 
-def test_maxsim_of_no_rows_and_of_no_ranges(way: str) -> None:
-    keys, _ = shard(2, 300, 16)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_maxsim_of_no_rows_and_of_no_ranges(way: str, dtype: torch.dtype) -> None:
+    keys, _ = shard(2, 300, 16, dtype)
     none = torch.empty(0, dtype=torch.long)
-    assert maxsim(rows_of(2, 3, 16)[:, :0], keys, torch.tensor([0, 5]), torch.tensor([5, 9])).shape == (2, 2, 0)
-    assert maxsim(rows_of(2, 3, 16), keys, none, none).shape == (0, 2, 3)
+    rows = rows_of(2, 3, 16).to(dtype)
+    for q, starts, ends, shape in (
+        (rows[:, :0], torch.tensor([0, 5]), torch.tensor([5, 9]), (2, 2, 0)),
+        (rows, none, none, (0, 2, 3)),
+    ):
+        found = maxsim(q, keys, starts, ends)
+        assert (found.shape, found.dtype) == (shape, torch.float32)
 
 
 # The same from call to call
@@ -413,6 +419,18 @@ def test_a_library_that_cannot_be_loaded_counts_as_none(fresh: Path, compiler: C
     """As where the folder is mounted noexec, or where OpenMP's own library is missing."""
     compiler(WRITE_NONSENSE)
     assert_right_without_kernel()
+
+
+def test_with_a_compiler_that_cannot_be_read_pytorch_does_it(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", 'gcc "')
+    assert_right_without_kernel()
+    assert libraries(fresh) == []
+
+
+def test_without_a_home_folder_pytorch_does_it(homeless: None) -> None:
+    compiled.cache_clear()
+    assert_right_without_kernel()
+    compiled.cache_clear()
 
 
 def test_where_nothing_can_be_kept_pytorch_does_it(fresh: Path) -> None:

@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,10 +30,11 @@ from icr_bench.harness.cli import main
 from icr_bench.harness.process import Limits, OnProgress
 from icr_bench.retrievers.base import Document, Ranking
 from icr_bench.retrievers.blocksearch import BlockSearch
+from icr_bench.retrievers.lm import corpus
 from icr_bench.retrievers.lm.backbone import load_backbone
 from icr_bench.retrievers.lm.cache import prefill
-from icr_bench.retrievers.lm.corpus import NoRoom, _read
-from icr_bench.retrievers.lm.disk import TENSORS, DiskCache
+from icr_bench.retrievers.lm.corpus import NoRoom, _read, batch_bytes
+from icr_bench.retrievers.lm.disk import TENSORS, DiskCache, room
 from icr_bench.retrievers.lm.prompt import Block, draw_codes
 
 TEXTS = [f"text {i} " + "more words " * (i * 7 % 9) for i in range(24)]
@@ -277,6 +279,67 @@ def test_nothing_is_shared_between_settings_that_change_keys(model: Path, copy: 
     assert indexed(model, copy).computed == 0
 
 
+def other_torch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch, "__version__", f"{torch.__version__}.1")
+
+
+def other_source(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(corpus, "made_by", lambda: "another version of this package")
+
+
+@pytest.mark.parametrize("change", [other_torch, other_source])
+def test_nothing_is_shared_between_versions_of_what_computes(
+    model: Path, copy: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    with monkeypatch.context() as patch:
+        change(patch)
+        other = indexed(model, copy)
+        assert other.computed == other.tokens
+        assert indexed(model, copy).computed == 0
+    assert indexed(model, copy).computed == 0
+
+
+def test_source_and_libraries_tell_versions_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest, read = corpus.made_by.__wrapped__, Path.read_bytes
+    assert digest() == digest() == corpus.made_by()
+    found = {digest()}
+    for changed in corpus.SOURCE:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", lambda file, name=changed: read(file) + b"x" * (file.name == name))
+            found.add(digest())
+    for changed in corpus.LIBRARIES:
+        with monkeypatch.context() as patch:
+            patch.setattr(corpus, "version", lambda name, other=changed: "0" if name == other else version(name))
+            found.add(digest())
+    assert len(found) == 1 + len(corpus.SOURCE) + len(corpus.LIBRARIES)
+
+
+def test_all_that_prefill_runs_tells_versions_apart() -> None:
+    """Of this folder, found by what imports what."""
+    folder = Path(corpus.__file__).parent
+    reached, ahead = set[str](), ["cache", "prompt"]
+    while ahead:
+        name = ahead.pop()
+        if name not in reached:
+            reached.add(name)
+            text = (folder / f"{name}.py").read_text()
+            ahead += re.findall(r"^\s*from icr_bench\.retrievers\.lm\.(\w+) import", text, re.M)
+    assert reached > {"cache", "backbone", "prompt", "gguf"}
+    assert {f"{name}.py" for name in reached} <= set(corpus.SOURCE)
+
+
+def test_corpora_whose_codes_are_of_one_length_share_keys(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A larger corpus takes more digits, unless the smaller one was given as many."""
+    monkeypatch.setattr("icr_bench.retrievers.lm.prompt.DIGITS", 1)
+    assert indexed(model, tmp_path, TEXTS[:10]).reused == 0
+    assert indexed(model, tmp_path, TEXTS[:11]).reused == 0
+    assert indexed(model, tmp_path, TEXTS[:12]).reused == 11
+    assert indexed(model, tmp_path / "given", TEXTS[:10], digits=2).reused == 0
+    assert indexed(model, tmp_path / "given", TEXTS[:11]).reused == 10
+
+
 def test_nothing_is_shared_between_models(tiny_model: Callable[..., Path], copy: Path) -> None:
     assert indexed(tiny_model(seed=1), copy).reused == 0
     assert indexed(tiny_model("llama"), copy).reused == 0
@@ -335,7 +398,7 @@ def test_documents_whose_codes_clashed_are_found_afterwards(model: Path, tmp_pat
     for number in range(8):
         indexed(model, tmp_path, [TEXTS[number]], digits=1)
     for number, file in enumerate(files(tmp_path)):
-        file.rename(file.with_name(f"z{number}.safetensors"))  # a checksum may come last
+        file.rename(file.with_name(f"ffffffff-{number}.safetensors"))  # a checksum may come last
     assert indexed(model, tmp_path, TEXTS[:8], digits=1).computed > 0
     assert indexed(model, tmp_path, TEXTS[:8], digits=1).computed == 0
 
@@ -343,7 +406,7 @@ def test_documents_whose_codes_clashed_are_found_afterwards(model: Path, tmp_pat
 def test_an_older_entry_serves_where_the_newest_clashes(model: Path, tmp_path: Path) -> None:
     """Of two documents with one code in their newest files, one has another code in an older file."""
     (shard,) = prefill(load_backbone(str(model))[0], [Block([1, 2, 3], 0, 3)], [0])
-    disk = DiskCache(tmp_path / "cache", "key", 1 << 20)
+    disk = DiskCache(tmp_path / "cache", "0" * 24, 1 << 20)
     disk.prepare()
     for key, code in (("b", 7), ("a", 5), ("b", 5)):
         assert disk.store(shard, [key], [code])
@@ -437,6 +500,7 @@ def test_a_crash_loses_one_shard_at_most(model: Path, plain: Indexed, tmp_path: 
         warnings.simplefilter("error")
         second = indexed(model, tmp_path)
     assert second.reused == held
+    assert second.retriever.index_reused  # the time that the rest takes is not that of the corpus
     assert 0 < second.computed < second.tokens
     assert second.computed * second.retriever.index_bytes() / second.tokens <= SHARD_BYTES
     assert same_answers(second, plain)
@@ -542,7 +606,7 @@ def test_what_is_left_half_written_goes_with_the_next_run_of_any_settings(
     def write(tensors: dict[str, torch.Tensor], file: Path, told: dict[str, str]) -> None:
         save_file(tensors, file, told)
         if not left:
-            left.append(file.parent.with_name("left.partial") / file.name)
+            left.append(file.parent.with_name("icr-bench-left.partial") / file.name)
             left[0].parent.mkdir()
             shutil.copy(file, left[0])
 
@@ -640,10 +704,10 @@ def test_all_files_damaged_are_all_computed_again(model: Path, plain: Indexed, c
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("0", "cut in half"),
-        ("z", "cut in half"),
-        ("0", "a bit in the middle"),
-        ("z", "a bit in the middle"),
+        ("00000000-0", "cut in half"),
+        ("ffffffff-9", "cut in half"),
+        ("00000000-0", "a bit in the middle"),
+        ("ffffffff-9", "a bit in the middle"),
     ],
 )
 def test_a_damaged_file_costs_its_documents_only_once(model: Path, copy: Path, name: str, kind: str) -> None:
@@ -663,13 +727,40 @@ def documents_in(file: Path) -> int:
         return len(json.loads(stream.metadata()["documents"]))
 
 
+FOREIGN = [
+    "notes.txt",
+    "{own}/notes.txt",
+    "{own}/model.safetensors",
+    "{own}/00000000-1.safetensors.partial",
+    "{own}/download.partial/part",
+    "{own}/icr-bench-notes.txt",
+    "model.safetensors",
+    "my-model/model.safetensors",
+    "my-model/00000000-1.safetensors",
+    "my-model/download.partial/part",
+    "my-model/icr-bench-1.partial/part",
+    "0123456789abcdef01234567/model-00001-of-00002.safetensors",
+    "0123456789ABCDEF01234567/00000000-1.safetensors",
+]
+
+
 def test_other_files_in_the_folder_are_left_alone(model: Path, copy: Path) -> None:
+    """Neither removed, also where everything gives way, nor counted: the files here would fill the folder alone."""
     (own,) = copy.iterdir()
-    notes = [copy / "notes.txt", own / "notes.txt"]
-    for note in notes:
-        note.write_text("mine")
-    assert indexed(model, copy).computed == 0
-    assert [note.read_text() for note in notes] == ["mine", "mine"]
+    held, limit = files(copy), size(copy) + 20_000
+    foreign = [copy / name.format(own=own.name) for name in FOREIGN]
+    for file in foreign:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("mine" * 100_000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        indexed(model, copy, cache_gb=gigabytes(limit))
+        assert indexed(model, copy, cache_gb=gigabytes(limit)).computed == 0
+        other = indexed(model, copy, seed=1, cache_gb=gigabytes(limit))
+        assert indexed(model, copy, seed=1, cache_gb=gigabytes(limit)).computed == 0
+    assert other.computed == other.tokens
+    assert not all(file.exists() for file in held)
+    assert {file.read_text() for file in foreign} == {"mine" * 100_000}
 
 
 # Full
@@ -776,20 +867,101 @@ def test_nothing_gives_way_to_what_has_no_room_at_all(model: Path, copy: Path) -
     assert all(file.exists() for file in held)
 
 
-def test_what_has_no_room_on_disk_needs_room_in_memory(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def with_free(monkeypatch: pytest.MonkeyPatch, *memory: int, disk: int | None = None) -> None:
+    """Free bytes of memory, at the first questions and at all that follow, and of the disk."""
+    left = list(memory)
+    free = lambda: SimpleNamespace(available=left.pop(0) if len(left) > 1 else left[0])  # noqa: E731
+    monkeypatch.setattr("psutil.virtual_memory", free)
+    if disk is not None:
+        monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=disk))
+
+
+def bytes_for(model: Path, run: Indexed) -> int:
+    """What a corpus needs while it is prefilled."""
+    return run.retriever.index_bytes() + batch_bytes(load_backbone(str(model))[0])
+
+
+@pytest.mark.parametrize("short", ["cache_gb", "disk"])
+def test_what_has_room_neither_on_disk_nor_in_memory_is_refused_before_prefill(
+    model: Path, plain: Indexed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: str
 ) -> None:
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
+    needed, told, cache = bytes_for(model, plain), list[int](), tmp_path / "cache"
+    memory = needed // 3
+    rest = needed - memory
+    for missing in (1, 0):
+        size = rest - missing
+        with_free(monkeypatch, memory, disk=size if short == "disk" else 10**12)
+        limit = 50.0 if short == "disk" else gigabytes(size)
+        if missing:
+            with pytest.raises(NoRoom) as caught:
+                indexed(model, cache, cache_gb=limit, progress=lambda done, total: told.append(done))
+            assert told == []
+            assert not cache.exists()
+    assert f"keys and values of 24 documents ({plain.tokens:,} tokens) take {needed:,} bytes" in str(caught.value)
+    assert f"but only {memory:,} are free and {rest - 1:,} on disk; use fewer documents" in str(caught.value)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(NoRoom):
-            indexed(model, tmp_path, cache_gb=1e-6)
+        assert same_answers(indexed(model, cache, cache_gb=limit), plain)
+
+
+def test_what_can_give_way_counts_as_room(model: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_free(monkeypatch, 10**7, disk=0)
+    other = indexed(model, copy, seed=1, cache_gb=gigabytes(size(copy) + 20_000))
+    assert other.computed == other.tokens
+    assert other.whole
+
+
+@pytest.mark.parametrize(
+    ("limit", "free", "expected"), [(100, 500, 100), (100, 50, 50), (10_000, 500, 2500), (2500, 10_000, 2500)]
+)
+def test_room_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, free: int, expected: int) -> None:
+    """With what is there already, and must have had room, and without what is somebody else's."""
+    with_free(monkeypatch, 0, disk=free)
+    root = tmp_path / "not" / "there"
+    if expected == 2500:
+        held = root / ("a" * 24) / "00000000-1.safetensors"
+        held.parent.mkdir(parents=True)
+        held.write_bytes(bytes(2000))
+        held.with_name("model.safetensors").write_bytes(bytes(10_000))
+    assert room(root, limit) == expected
+    assert room(root, 1) == (2000 if expected == 2500 else 1)
+
+
+def test_what_is_left_without_room_is_told_by_its_own_numbers(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when memory is taken by someone else meanwhile."""
+    whole, told = indexed(model, None), list[int]()
+    limit = gigabytes(whole.retriever.index_bytes() // 2)
+    with_free(monkeypatch, 10**12, 1000)
+    with pytest.warns(UserWarning, match="no room"), pytest.raises(NoRoom) as caught:
+        indexed(model, tmp_path, cache_gb=limit, progress=lambda done, total: told.append(done))
+    done, documents = 0, 24
+    for shard in whole.retriever._corpus.cache.shards:
+        if done < told[-1]:
+            done, documents = done + shard.tokens, documents - len(shard.documents)
+    assert done == told[-1]
+    assert 0 < documents < 24
+    assert f"values of {documents} documents ({whole.tokens - done:,} tokens) take " in str(caught.value)
+    assert "but only 1,000 are free; use" in str(caught.value)
+
+
+def test_the_last_shard_leaves_nothing_to_refuse(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = indexed(model, None)
+    with_free(monkeypatch, 10**12, 1000)
+    limit = whole.retriever.index_bytes() + 50_000 - whole.retriever._corpus.cache.shards[-1].nbytes()
+    with pytest.warns(UserWarning, match="no room") as caught:
+        run = indexed(model, tmp_path, cache_gb=gigabytes(limit))
+    assert len(caught) == 1
+    assert same_answers(run, whole)
 
 
 def test_a_copy_of_a_part_needs_room_in_memory(model: Path, full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
-    with pytest.raises(NoRoom, match=r"only 1,000 are free.*cache=DIR for this corpus alone"):
+    with pytest.raises(NoRoom, match=r"only 1,000 are free.*cache=DIR for this corpus alone") as caught:
         indexed(model, full, TEXTS[::3])
+    (documents,) = re.findall(r"values of (\d+) documents", str(caught.value))
+    assert 0 < int(documents) < 8  # of the first file, the others are not looked into yet
     assert indexed(model, full).computed == 0  # files that are mapped as they are need none
 
 
@@ -864,6 +1036,29 @@ def test_two_processes_may_fill_a_folder_at_once(model: Path, plain: Indexed, tm
     assert same_answers(again, plain)
 
 
+@pytest.mark.slow
+def test_two_processes_that_take_each_others_room_answer_as_alone(model: Path, plain: Indexed, tmp_path: Path) -> None:
+    """Both want more than half of it, so that files of the other, which it has mapped, have to give way."""
+    cache, here = tmp_path / "cache", tmp_path / "waiting"
+    here.mkdir()
+    limit = plain.retriever.index_bytes() * 1.2
+    more = (
+        WAIT_FOR_THE_OTHER.format(here=str(here)) + "BlockSearch = functools.partial(BlockSearch, cache_gb={}, seed={})"
+    )
+    processes = []
+    for seed in (0, 1):
+        python, _, _, *rest = child(model, cache, more.replace("={}", f"={limit / 1e9}", 1).replace("={}", f"={seed}"))
+        processes.append(subprocess.Popen([python, "-W", "ignore", *rest], stdout=subprocess.PIPE, text=True))
+    answers = [process.communicate(timeout=120)[0].splitlines()[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    expected = [plain.answers()[0].numbers, indexed(model, None, seed=1).answers()[0].numbers]
+    assert [json.loads(numbers) for numbers in answers] == expected
+    assert size(cache) <= limit + SHARD_BYTES  # each may have looked before the other wrote
+    for file in files(cache):
+        with safe_open(file, "pt") as stream:
+            assert all(stream.get_tensor(name).numel() for name in TENSORS)
+
+
 def test_a_file_that_another_process_removed_is_computed_again(
     model: Path, plain: Indexed, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -913,7 +1108,7 @@ def test_a_file_that_another_process_still_writes_is_left_to_it(
         save_file(tensors, file, told)
         writes.append(file)
         if len(writes) == 1:
-            other = DiskCache(tmp_path, "other", SHARD_BYTES + 1000)
+            other = DiskCache(tmp_path, "0" * 24, SHARD_BYTES + 1000)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 other.store(plain.retriever._corpus.cache.shards[0], ["a"], [1])
@@ -960,7 +1155,7 @@ def test_a_file_that_vanishes_while_room_is_made_is_no_error(
     def glob_and_more(self: Path, pattern: str) -> Iterator[Path]:
         yield from glob(self, pattern)
         if pattern.startswith("*/"):
-            yield self / "tmp0" / "shard.safetensors"
+            yield self / ("0" * 24) / "00000000-0.safetensors"
 
     monkeypatch.setattr(Path, "glob", glob_and_more)
     run = indexed(model, copy, seed=1)
@@ -968,14 +1163,54 @@ def test_a_file_that_vanishes_while_room_is_made_is_no_error(
     assert run.whole
 
 
-def test_a_file_that_may_only_be_read_is_read(model: Path, full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a folder was filled by someone else, who owns its files."""
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EACCES, errno.EROFS], ids=errno.errorcode.get)
+def test_a_file_that_may_only_be_read_is_read(
+    model: Path, full: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As where a folder was filled by someone else, who owns its files, or lies on a disk that is only to be read."""
 
     def refuse(file: Path) -> None:
-        raise PermissionError(f"{file}: not yours")
+        raise OSError(number, os.strerror(number), str(file))
 
     monkeypatch.setattr("os.utime", refuse)
-    assert indexed(model, full).computed == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert indexed(model, full).computed == 0
+
+
+def test_a_file_that_gives_way_while_it_is_read_is_used(
+    model: Path, plain: Indexed, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is mapped stays, whoever removes its name."""
+    read = DiskCache._read
+
+    def read_and_lose(self: DiskCache, file: Path) -> Any:
+        found = read(self, file)
+        file.unlink()
+        return found
+
+    monkeypatch.setattr(DiskCache, "_read", read_and_lose)
+    run = indexed(model, copy)
+    assert files(copy) == []
+    assert run.computed == 0
+    assert run.whole
+    assert same_answers(run, plain)
+
+
+def test_what_somebody_elses_folder_holds_on_to_takes_its_room(
+    model: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where files may not be removed, no room is made, and nothing is kept beyond the limit."""
+    held = files(copy)
+
+    def refuse(self: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(f"{self}: not yours")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.warns(UserWarning, match="no room"):
+        run = indexed(model, copy, TEXTS[:3], seed=1, cache_gb=gigabytes(size(copy)))
+    assert run.computed == run.tokens
+    assert files(copy) == held
 
 
 # In a run

@@ -16,6 +16,7 @@ import pytest
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from space_first import SPACE_FIRST, with_space_first
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from icr_bench.retrievers.lm.gguf import GPT2_SPLIT, QWEN_SPLIT
@@ -316,6 +317,45 @@ def test_a_tokenizer_that_joins_digits_with_a_space_is_refused(digits: str) -> N
     merges = [*MERGES, *(("Ġ", digit) for digit in digits)]
     with pytest.raises(ValueError, match=r"tokenizer spaced: .*digit by digit"):
         Prompt(Tokenizer(small(merges, split=GPT2_SPLIT), None, END, "spaced"), PromptSettings(), 4)
+
+
+@pytest.mark.parametrize("form", SPACE_FIRST)
+def test_a_tokenizer_that_puts_a_space_first_writes_the_same_blocks(form: str) -> None:
+    """As Mistral-7B's and Llama 2's, in the forms that their files come in: no part of a block begins with one more."""
+    serialized = with_space_first(form)
+    plain = tokenizers.Tokenizer.from_str(serialized)
+    assert len(plain.encode("1", add_special_tokens=False).ids) == 2, "this tokenizer says nothing"
+    tokenizer = Tokenizer(serialized, 1, 2, form)
+    assert [plain.id_to_token(token) for token in tokenizer.digits] == list("0123456789")
+    prompt = Prompt(tokenizer, PromptSettings(before="Find: ", after="\nAnswer: "), 4)
+    (made,) = prompt.documents(["Ada likes it"], [1234])
+    assert prompt.wrapper == 18
+    assert [plain.id_to_token(token) for token in made.ids] == [
+        *("<s>", "Doc", "▁", "1", "2", "3", "4", ":", "▁"),
+        *("A", "d", "a", "▁li", "k", "e", "s", "▁", "i", "t"),
+        *("▁(", "Doc", "▁", "1", "2", "3", "4", ")", "</s>"),
+    ]
+    assert (made.text, made.after) == (9, 19)
+    query = prompt.query("who?").ids
+    assert plain.decode(query, skip_special_tokens=False) == "<s>Find: who?\nAnswer: Doc "
+    assert query[-2:] == made.ids[1:3]
+    assert prompt.query("").ids == [*prompt.opening, *query[-11:]]
+    (encoding,) = tokenizer.encode_batch(["it likes"])
+    assert encoding.offsets == [(0, 1), (1, 2), (2, 5), (5, 6), (6, 7), (7, 8)]
+
+
+@pytest.mark.parametrize("form", SPACE_FIRST)
+def test_a_saved_tokenizer_puts_no_space_first_either(form: str, tmp_path: Path) -> None:
+    """It belongs to a model that was trained without."""
+    Tokenizer(with_space_first(form), 1, 2, form).save(tmp_path)
+    saved = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert saved.encode("Doc 1", add_special_tokens=False).tokens == ["Doc", "▁", "1"]
+
+
+@pytest.mark.parametrize("form", SPACE_FIRST)
+def test_a_space_first_that_joins_digits_is_refused(form: str) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer spaced: 'Doc 0000: ' is not .*digit by digit"):
+        Prompt(Tokenizer(with_space_first(form, [("▁", "0")]), 1, 2, "spaced"), PromptSettings(), 4)
 
 
 @pytest.fixture(scope="module")
