@@ -170,7 +170,7 @@ def _keep_memory() -> None:
 def _shown(console: Console, steps: int) -> Any:
     def show(told: Mapping[str, Any]) -> None:
         left = ""
-        if told.get("seconds"):
+        if "seconds" in told:
             left = f"{told['seconds'] / told['step'] * (steps - told['step']) / 60:.0f} min left, "
             left += f"{told['tokens_per_s']:,} tokens/s"
         shown = {

@@ -79,7 +79,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor) -> Part:
             count = max(min(16, keys.shape[1] // 256), 1)
             bounds = torch.linspace(0, keys.shape[1], count + 1, dtype=torch.float64).round().long()
             return kernel.attend(q, keys, values, bounds[:-1], bounds[1:], torch.arange(count + 1))
-        if keys.dtype == torch.float32 or _has_bfloat16():
+        if keys.dtype == torch.float32 or (keys.dtype == torch.bfloat16 and _has_bfloat16()):
             return _flash(q.to(keys.dtype), keys, values)
     return merge(attend_plain(q, k, v) for k, v in zip(keys.split(CHUNK, 1), values.split(CHUNK, 1), strict=True))
 

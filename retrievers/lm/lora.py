@@ -31,12 +31,26 @@ MODULES = {
 }
 
 
+class Rounded(nn.Module):
+    """A linear map that stays as it is and multiplies in bfloat16, with float32 before and after: twice as fast on
+    processors that have instructions for it, slower on others."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("weight", base.weight.detach().bfloat16())
+        self.register_buffer("bias", None if base.bias is None else base.bias.detach().bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.bfloat16(), self.weight, self.bias).to(x.dtype)
+
+
 class LowRank(nn.Module):
     """A linear map W that stays as it is, plus scale * B A with A (rank, in) and B (out, rank), which starts at 0."""
 
     def __init__(self, base: nn.Linear, rank: int, scale: float, generator: torch.Generator) -> None:
         super().__init__()
-        self.base, self.scale = base.requires_grad_(False), scale
+        self.base: nn.Module = base.requires_grad_(False)
+        self.scale = scale
         weight = base.weight
         start = torch.randn(rank, weight.shape[1], generator=generator) * weight.shape[1] ** -0.5
         self.lora_A = nn.Parameter(start.to(weight.device, weight.dtype))
@@ -54,6 +68,19 @@ def add_lora(layers: Iterable[nn.Module], rank: int, alpha: float, seed: int) ->
         for name, part in MODULES.items():
             module = getattr(layer, part)
             setattr(module, name, LowRank(getattr(module, name), rank, alpha / rank, generator))
+
+
+def round_bases(layers: Iterable[nn.Module]) -> None:
+    """Let every linear map of some layers that does not learn multiply in bfloat16."""
+    for layer in layers:
+        for name, part in MODULES.items():
+            module = getattr(layer, part)
+            linear = getattr(module, name)
+            if isinstance(linear, LowRank):
+                assert isinstance(linear.base, nn.Linear)
+                linear.base = Rounded(linear.base)
+            else:
+                setattr(module, name, Rounded(linear))
 
 
 def save_lora(folder: Path, layers: Mapping[int, nn.Module], base: str, rank: int, alpha: float) -> None:

@@ -106,6 +106,8 @@ def _departures(recipe: Recipe) -> list[str]:
         found.append((told, "--set blind=0"))
     if aids := recipe.supervision:
         told = f"attention at layer {aids.layer} is told the golds"
+        if aids.maxsim:
+            told += f"; MaxSim at layers {', '.join(map(str, aids.maxsim))} too, of last and content tokens"
         if aids.own is not None:
             told += f"; at layer {aids.own} an answer's tokens are told to look at what is asked for"
         if aids.gather is not None:
@@ -119,7 +121,8 @@ def _departures(recipe: Recipe) -> list[str]:
         found.append(("N changes from step to step", "--set stages.jitter=1"))
     if recipe.lora:
         first, last = recipe.lora.layers
-        told = f"only additions of rank {recipe.lora.rank} to layers {first} to {last} learn"
+        told = f"only additions of rank {recipe.lora.rank} to layers {first} to {last} learn; the matrices that stay "
+        told += f"multiply in {recipe.lora.base}"
         found.append((told, "--set lora=null"))
     if recipe.optimizer == "muon":
         found.append(("Muon for matrices, AdamW for the rest", "--set optimizer=adamw"))

@@ -54,6 +54,7 @@ class Aids:
     own: int | None = None  # layer in which the answer's tokens are to look at what their own query asks for
     gather: int | None = None  # layer in which head h of a document's text is to look at digit h of its code
     digits: float = 1.0  # weight of attention from the path's digits, where 1 is that from a query's last token
+    maxsim: tuple[int, ...] = ()  # layers whose MaxSim is to rank the golds first, by last and by content tokens
 
 
 class Learner(nn.Module):
@@ -126,7 +127,7 @@ class Learner(nn.Module):
         seen: dict[int, tuple[Tensor, Tensor]] = {}
 
         def observe(layer: int, hidden: Tensor, q: Tensor) -> None:
-            if aids and layer in (aids.layer, aids.own, *aids.probes):
+            if aids and layer in (aids.layer, aids.own, *aids.probes, *aids.maxsim):
                 seen[layer] = hidden, q
 
         gold = torch.zeros(len(blocks), len(codes), dtype=backbone.dtype, device=device)
@@ -156,6 +157,11 @@ class Learner(nn.Module):
             attention, masses = self._attention(shard, seen[aids.layer][1], read, digits, path, gold)
             told |= {"attention": attention, **masses}
             loss = loss + weights.attention * attention
+            if aids.maxsim:
+                ranks = [self._maxsim(shard, seen[layer][1], layer, read, gold) for layer in aids.maxsim]
+                for name, part in zip(("maxsim_last", "maxsim_content"), torch.stack(ranks).mean(0), strict=True):
+                    told[name] = part
+                    loss = loss + weights.attention * part
             if aids.own is not None:
                 looking = self._looking(seen[aids.own][1], state.keys[aids.own], read)
                 told["looking"] = looking
@@ -243,6 +249,24 @@ class Learner(nn.Module):
         apart = (_surprise(answer) - _surprise(among))[rivals].sum() / count
         answers = self.aids.digits * (_surprise(answer).mean() + apart)
         return (_surprise(focus).mean() + _surprise(last).mean() + answers) / (2 + self.aids.digits), told
+
+    def _maxsim(self, shard: Shard, q: Tensor, layer: int, read: Rows, gold: Tensor) -> Tensor:
+        """How far MaxSim, summed over the heads of a layer, is from ranking the golds of each query first (2,): by its
+        last token, and by the mean over its content tokens. The surprise of the golds in a softmax over documents."""
+        text, owner = texts(shard)
+        keys = shard.layers[layer][0][:, text]  # (K, T, D)
+        q = q[[*read.last, *(row for _, row in read.content)]]  # (R, H, D)
+        grouped = q.unflatten(1, (keys.shape[0], -1)).transpose(0, 1).flatten(1, 2)
+        scores = grouped @ keys.transpose(-1, -2) * keys.shape[-1] ** -0.5  # (K, R * G, T)
+        best = scores.new_full((*scores.shape[:2], gold.shape[1]), -math.inf)
+        best = best.scatter_reduce(2, owner.expand_as(scores), scores, "amax")
+        each = best.unflatten(1, (len(q), -1)).sum((0, 2))  # (R, N)
+        last, content = each.split([len(read.last), len(read.content)])
+        asking = torch.tensor([query for query, _ in read.content], device=q.device)
+        counts = asking.bincount(minlength=len(last)).clamp_min(1)
+        mean = torch.zeros_like(last).index_add(0, asking, content) / counts.unsqueeze(1)
+        logs = torch.stack([last, mean]).log_softmax(-1)
+        return -logs.masked_fill(gold == 0, -math.inf).logsumexp(-1).mean(1)
 
     def _looking(self, q: Tensor, keys: Tensor, read: Rows) -> Tensor:
         """How little the tokens before each digit look at their own query's focus, of what they see of their query.
@@ -347,19 +371,21 @@ class Rows:
     focus: list[int]  # of all tokens of each focus, or of the last token where a query has none
     asking: list[int]  # whose query each of these is
     focus_end: list[int]  # of the last one of each
+    content: list[tuple[int, int]]  # query and row of each token of a query's own text
     answers: list[tuple[int, int, int]]  # query, row, and place in the query, of each token before a digit
     spans: list[tuple[int, int] | None]  # of each query, the places in it of its focus
 
 
 def rows(blocks: Sequence[Block], batch: Asked, prompt: Prompt) -> Rows:
     """Where the tokens of queries are, of blocks without their answers."""
-    read, at = Rows([], [], [], [], [], [], []), 0
+    read, at = Rows([], [], [], [], [], [], [], []), 0
     encodings = prompt.tokenizer.encode_batch(batch.queries)
     for query, (block, encoding, (start, end)) in enumerate(zip(blocks, encodings, batch.focus, strict=True)):
         after = at + len(block)
         read.last.append(after - 1)
         read.digits.extend(range(after, after + prompt.digits - 1))
         inside = [block.text + i for i, (a, b) in enumerate(encoding.offsets) if a < end and b > start]
+        read.content.extend((query, at + place) for place in range(block.text, block.after))
         read.focus.extend([at + place for place in inside] or read.last[-1:])
         read.asking.extend([query] * (len(inside) or 1))
         read.focus_end.append(read.focus[-1])

@@ -18,6 +18,7 @@ LOGGED = {
     "blocksearch": (
         *(f"{name}{place + 1}" for name in ("digit", "right") for place in range(DIGITS)),
         *("onpolicy", "attention", "mass", "mass_focus", "mass_digits", "mass_rivals", "looking", "gathering"),
+        *("maxsim_last", "maxsim_content"),
         *("probes", "loss", "gradient"),
     ),
     "dense": ("infonce", "right", "kl", "loss", "gradient"),
@@ -81,6 +82,7 @@ class Lora:
     rank: int = 16
     layers: tuple[int, int] = (0, 1_000)  # the first and the last
     alpha: float = 16.0
+    base: Literal["float32", "bfloat16"] = "float32"  # in what the matrices that stay multiply
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from icr_bench.retrievers.lm.backbone import Backbone, load_backbone
 from icr_bench.retrievers.lm.cache import CorpusCache, prefill
 from icr_bench.retrievers.lm.decode import Beam, Codes, search
 from icr_bench.retrievers.lm.engine import Config, Engine, check_layer
-from icr_bench.retrievers.lm.lora import add_lora, save_lora
+from icr_bench.retrievers.lm.lora import add_lora, round_bases, save_lora
 from icr_bench.retrievers.lm.prompt import DIGITS, Prompt, Tokenizer
 from icr_bench.retrievers.training.card import HELD_OUT, model_card
 from icr_bench.retrievers.training.dense import DenseLearner, sentence_transformer
@@ -106,6 +106,8 @@ class Trainer:
             if not (adapted := self._adapted(backbone)):
                 raise ValueError(f"lora: layers {recipe.lora.layers}: the model has layers 0 to {backbone.depth - 1}")
             add_lora(adapted.values(), recipe.lora.rank, recipe.lora.alpha, recipe.seed)
+            if recipe.lora.base == "bfloat16":
+                round_bases(backbone.stack())
         prompt = Prompt(words, recipe.prompt, DIGITS)
         self.learner: Learner | DenseLearner
         if recipe.method == "dense":
@@ -118,7 +120,7 @@ class Trainer:
             self.learner = DenseLearner(backbone, prompt, recipe.kl)
         else:
             if aids := recipe.supervision:
-                named = aids.layer, *aids.probes, aids.own, aids.gather
+                named = aids.layer, *aids.probes, aids.own, aids.gather, *aids.maxsim
                 for layer in (layer for layer in named if layer is not None):
                     check_layer("supervision: layer", layer, backbone.depth)
             self.learner = Learner(

@@ -29,14 +29,14 @@ from icr_bench.retrievers.base import Document
 from icr_bench.retrievers.blocksearch import BlockSearch
 from icr_bench.retrievers.dense import Dense
 from icr_bench.retrievers.training import trainer
-from icr_bench.retrievers.training.recipe import LOGGED
+from icr_bench.retrievers.training.recipe import LOGGED, Stage
 from icr_bench.retrievers.training.trainer import CHECKPOINT
 
 RECIPE: dict[str, Any] = {
     "shape": {"layers": 3, "width": 32, "heads": 2, "mlp": 48, "vocabulary": 400},
     "prompt": {"cap": 200, "offset": 200, "before": "", "after": " "},
     "optimizer": "muon",
-    "supervision": {"layer": 1, "own": 0, "gather": 0, "probes": [2]},
+    "supervision": {"layer": 1, "own": 0, "gather": 0, "probes": [2], "maxsim": [1, 2]},
     "sink": 3.0,
     "log_every": 1,
     "save_every": 2,
@@ -131,6 +131,7 @@ def test_card_and_files_tell_what_was_done_and_nothing_of_the_machine(trained: t
     assert "the on-policy loss, SSMax, the additive sink" in card
     assert "at layer 0 an answer's tokens" in card
     assert "at layer 0 a document's text" in card
+    assert "MaxSim at layers 1, 2 too" in card
     for flag in ("blind=0", "stages.attention=0", "stages.alphabets=0", "optimizer=adamw", "prompt.cap=300"):
         assert f"--set {flag}" in card
     for flag in ("shape.match=false", "stages.jitter=1"):
@@ -396,7 +397,7 @@ def test_checkpoint_of_other_data_is_refused(tmp_path: Path, capsys: pytest.Capt
 
     write("kite")
     data = [{"source": "examples", "path": str(examples)}]
-    told = recipe(tmp_path, stages=stage(data=data, attention=0, probes=0), supervision=None)
+    told = recipe(tmp_path, stages=stage(data=data, jitter=1, attention=0, probes=0), supervision=None)
     assert main(["train", told, "-o", str(tmp_path / "out")]) == 0
     capsys.readouterr()
     write("plum")
@@ -444,7 +445,7 @@ def test_dense_training_makes_a_model_for_sentence_transformers(tmp_path: Path) 
 
 def test_lora_trains_an_adapter_that_adds_to_its_base(trained: tuple[str, Path], tmp_path: Path) -> None:
     base = trained[1] / "model"
-    changes = {"shape": None, "start": str(base), "lora": {"rank": 4, "layers": [1, 2]}}
+    changes = {"shape": None, "start": str(base), "lora": {"rank": 4, "layers": [1, 2], "base": "bfloat16"}}
     told = recipe(tmp_path, **changes, stages=stage(lr=0.01))
     assert main(["train", told, "-o", str(tmp_path / "out")]) == 0
     adapter = tmp_path / "out" / "model"
@@ -483,6 +484,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown option": ({"stages": stage(data=[{"source": "biographies", "liking": 3}])}, "unexpected keyword"),
     "lora from scratch": ({"lora": {"rank": 3}}, "nothing to add to"),
     "layer": ({"supervision": {"layer": 7}}, "layers 0 to 2"),
+    "layer of MaxSim": ({"supervision": {"layer": 1, "maxsim": [1, 7]}}, "layers 0 to 2"),
     "routing layer": ({"routing_layer": 7}, "layers 0 to 2"),
     "blind layers": ({"blind": 3}, "blind: 3 of 3 layers"),
     "sink that never acts": ({"stages": stage(sink=0)}, "sink changes nothing"),
@@ -736,16 +738,17 @@ def test_a_batch_that_cannot_teach_stops_the_training(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """From the fourth step on; the checkpoint of the second is whole, and the training goes on from there."""
-    check = trainer._check
-    steps = [0]
+    take = trainer.Trainer.batch
 
-    def spoilt(batch: Any) -> None:
-        steps[0] += 1
-        check(batch if steps[0] < 4 else replace(batch, **change))
+    def spoilt(self: trainer.Trainer, stage: Stage, local: int, index: int, rng: random.Random) -> Any:
+        if local == 3:
+            source = self._sources[next(iter(self._sources))]
+            monkeypatch.setattr(source, "batch", lambda *told: replace(type(source).batch(source, *told), **change))
+        return take(self, stage, local, index, rng)
 
-    told = recipe(tmp_path, stages=stage(), check_every=100)
+    told = recipe(tmp_path, stages=stage(jitter=1), check_every=100)
     with monkeypatch.context() as patched:
-        patched.setattr(trainer, "_check", spoilt)
+        patched.setattr(trainer.Trainer, "batch", spoilt)
         assert main(["train", told, "-o", str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err
     assert problem in error

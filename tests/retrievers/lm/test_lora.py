@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from icr_bench.retrievers.lm.backbone import load_backbone, made_of
-from icr_bench.retrievers.lm.lora import CONFIG, WEIGHTS, LowRank, add_lora, save_lora
+from icr_bench.retrievers.lm.lora import CONFIG, WEIGHTS, LowRank, add_lora, round_bases, save_lora
 
 TinyModel = Callable[..., Path]
 
@@ -62,6 +62,28 @@ def test_a_new_adapter_changes_nothing(tiny_model: TinyModel) -> None:
     before = through(backbone)
     add_lora(backbone.stack(), 2, 4.0, seed=0)
     assert torch.equal(through(backbone), before)
+
+
+def test_rounded_bases_compute_nearly_the_same_and_what_learns_stays_exact(tiny_model: TinyModel) -> None:
+    backbone, _, _ = load_backbone(str(tiny_model()))
+    backbone.requires_grad_(False)
+    layers = backbone.stack()
+    before = through(backbone)
+    add_lora(layers[1:], 2, 4.0, seed=0)
+    round_bases(layers)
+    after = through(backbone)
+    assert after.dtype == torch.float32
+    assert 0 < (after - before).abs().max() < 0.05 * before.abs().max()
+    low = layers[1].mlp.up_proj
+    assert isinstance(low, LowRank)
+    low.lora_B.data.fill_(1e-3)  # less than half of bfloat16's last digit of what it is added to
+    x = torch.randn(3, low.lora_A.shape[1])
+    added = low(x) - low.base(x)
+    assert torch.allclose(added, 2 * x @ low.lora_A.T @ low.lora_B.T, atol=1e-6)
+    low(x).sum().backward()
+    assert low.lora_A.grad is not None
+    assert low.lora_A.grad.dtype == torch.float32
+    assert not [name for name, p in backbone.named_parameters() if p.requires_grad and "lora" not in name]
 
 
 def test_another_copy_of_the_base_can_be_given(adapter: Path, tiny_model: TinyModel) -> None:

@@ -170,6 +170,22 @@ class Slow:
             for place in range(len(block) - 1, len(block) + 3):
                 soft = (q[:, place : place + 1] @ k[:, : place + 1].mT * q.shape[-1] ** -0.5).softmax(-1).mean(0)[0]
                 parts.setdefault("looking", []).append(-math.log(float(soft[focus].sum()) + 1e-6))
+            for layer in aids.maxsim:
+                q, k = (x[0] for x in reference.seen[layer])
+                k = k.repeat_interleave(len(q) // len(k), 0)
+                for name, tokens in (("last", [len(block) - 1]), ("content", range(block.text, block.after))):
+                    ranks = []
+                    for number in range(5):
+                        own = [t for t, d in text if d == number]
+                        best = [
+                            float((k[h, own] @ q[h, len(reference.owner) + token]).max())
+                            for token in tokens
+                            for h in range(len(q))
+                        ]
+                        ranks.append(sum(best) / len(tokens) * q.shape[-1] ** -0.5)
+                    total = sum(math.exp(score) for score in ranks)
+                    share = sum(math.exp(ranks[d]) for d in golds) / total
+                    parts.setdefault(f"maxsim {name} {layer}", []).append(-math.log(share) / len(aids.maxsim))
             hidden = [state[0] for state in reference.hidden]
             for at, layer in enumerate(aids.probes):
                 logs = self.learner.query_probes[at](hidden[layer][len(reference.owner) + focus[-1]])
@@ -193,10 +209,14 @@ class Slow:
         digits = aids.digits * (means["digits"] + means["rivals"])
         attention = (means["focus"] + means["last"] + digits) / (2 + aids.digits)
         codes = sum(sum(values) / len(values) for values in probed) / len(probed)
-        return attention + means["looking"], codes + means["gathering"]
+        maxsim = sum(value for key, value in means.items() if key.startswith("maxsim"))
+        looking = means["looking"] if aids.own is not None else 0
+        gathering = means["gathering"] if aids.gather is not None else 0
+        return attention + maxsim + looking, codes + gathering
 
 
 AIDS = Aids(2, (3,), own=1, gather=1, digits=0.7)
+MAXSIM = Aids(2, maxsim=(1, 3))
 
 VARIANTS: dict[str, tuple[dict[str, Any], Weights, Config, Batch]] = {
     "offpolicy": ({}, Weights(), Config(), BATCH),
@@ -205,6 +225,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Weights, Config, Batch]] = {
     "sink": ({"sink": 3.0}, Weights(onpolicy=0.5), Config(sink_n=700.0, sink_strength=0.6), BATCH),
     "ssmax": ({"ssmax": 0.43}, Weights(onpolicy=0.5), Config(), BATCH),
     "aids": ({"aids": AIDS, "blind": 2}, Weights(attention=0.7, probes=0.3), Config(), BATCH),
+    "maxsim": ({"aids": MAXSIM, "ssmax": 0.43}, Weights(attention=0.7, probes=0.3), Config(), BATCH),
     "aids, ssmax": ({"aids": AIDS, "ssmax": 0.3}, Weights(0.5, 0.7, 0.3), Config(), SCORED),
 }
 
@@ -223,9 +244,12 @@ def test_loss_equals_a_slow_computation(model: Path, name: str) -> None:
             expected += weights.onpolicy * policy
         if learner.aids:
             attention, probes = slow.aids(batch, chosen, learner.aids)
-            assert float(told["attention"] + told["looking"]) == pytest.approx(attention, abs=1e-4)
-            assert float(told["probes"] + told["gathering"]) == pytest.approx(probes, abs=1e-4)
-            expected += weights.attention * attention + weights.probes * probes
+            found = sum(float(told.get(name, 0)) for name in ("attention", "looking", "maxsim_last", "maxsim_content"))
+            assert found == pytest.approx(attention, abs=1e-4)
+            expected += weights.attention * attention
+            if weights.probes:
+                assert float(told["probes"] + told.get("gathering", 0)) == pytest.approx(probes, abs=1e-4)
+                expected += weights.probes * probes
     assert float(loss) == pytest.approx(expected, abs=2e-4)
 
 
