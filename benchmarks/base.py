@@ -35,6 +35,10 @@ class Query:
     text: str
 
 
+MOST_GRADE = 2**31 - 1
+"""The largest grade, either way; it is what trec_eval reads, and metrics compute with it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Judgment:
     """One graded judgment; a grade above 0 says how relevant the document is to the query."""

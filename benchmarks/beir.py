@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from icr_bench.benchmarks.base import Benchmark, DataError, Judgment, Passage, Places, Query
+from icr_bench.benchmarks.base import MOST_GRADE, Benchmark, DataError, Judgment, Passage, Places, Query
 from icr_bench.benchmarks.checks import Findings
 
 QRELS_HEADER = ["query-id", "corpus-id", "score"]
@@ -176,6 +176,10 @@ def _read_qrels(file: Path) -> tuple[list[Judgment], list[int]]:
     for number, query, document, score in _qrels_rows(file, errors):
         if isinstance(score, bool) or not _INTEGER.fullmatch(str(score)):
             errors.add("malformed lines", f"{file}:{number}: the score must be an integer, got {score!r:.60}")
+        elif len(str(score)) > 11 or abs(int(score)) > MOST_GRADE:  # longer ones take long to read, or cannot be
+            errors.add(
+                "malformed lines", f"{file}:{number}: the score must be {MOST_GRADE:,} at most, got {score!s:.60}"
+            )
         else:
             rows.append(Judgment(query, document, int(score)))
             lines.append(number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from icr_bench.benchmarks.base import DataError, Judgment, Passage, Places, Query
+from icr_bench.benchmarks.base import MOST_GRADE, DataError, Judgment, Passage, Places, Query
 
 MOST_FINDINGS = 10
 """How many findings of one kind are listed one by one before the rest are counted."""
@@ -83,6 +83,11 @@ def check(
             errors.add("unknown documents", f"{where('judgments', i)}: the corpus has no document {row.document!r}")
         elif row.query not in query_row:
             errors.add("unknown queries", f"{where('judgments', i)}: there is no query {row.query!r}")
+        elif abs(row.grade) > MOST_GRADE:
+            told = (
+                f"the grade must be {MOST_GRADE:,} at most, got {hex(row.grade):.20}"  # no decimals: they may be many
+            )
+            errors.add("grades", f"{where('judgments', i)}: {told}")
         elif pair not in grades:
             grades[pair] = i
         elif judgments[grades[pair]].grade == row.grade:

@@ -13,7 +13,7 @@ import numpy as np
 from icr_bench.benchmarks.base import DataError
 from icr_bench.harness import metrics
 from icr_bench.harness.errors import UsageError
-from icr_bench.harness.folder import Record, latest, merge, read_lines, write
+from icr_bench.harness.folder import Record, expect, expect_cell, latest, merge, rankings, write
 
 FORMAT = 1
 
@@ -82,9 +82,8 @@ def graded(folder: Path, record: Record) -> Graded | None:
     """The answers that a run kept of a cell; None of a cell that failed."""
     if record["status"] != "ok":
         return None
-    ranked = {line["query"]: line["documents"] for line in read_lines(folder, record["rankings"])}
-    judged = {line["query"]: line["judgments"] for line in read_lines(folder, record["judgments"])}
-    grades = [[judged[query].get(document, 0) for document in ranked.get(query, ())] for query in judged]
+    ranked, judged = rankings(folder, record)
+    grades = [[judged[query].get(document, 0) for document in ranked[query]["documents"]] for query in judged]
     return Graded(list(judged), grades, [list(own.values()) for own in judged.values()], *_asked(record))
 
 
@@ -125,22 +124,39 @@ def _trimmed(ranked: Sequence[int]) -> list[int]:
     return kept
 
 
+ANSWERS = {"queries": [str], "ranked": [[int]], "judged": [[int]]}
+
+
 def _baseline(file: Path) -> list[Entry]:
+    where = ""
     try:
         told = json.loads(file.read_text(encoding="utf-8"))
         if told["icr-bench baseline"] != FORMAT:
             raise ValueError(f"format {told['icr-bench baseline']}, expected {FORMAT}")
+        if not isinstance(told["cells"], list):
+            raise ValueError(f"cells: expected a list, got {told['cells']!r:.60}")
         found = []
-        for cell in told["cells"]:
-            answers = cell.pop("answers", None)
-            own = Graded(answers["queries"], answers["ranked"], answers["judged"], *_asked(cell)) if answers else None
+        for place, cell in enumerate(told["cells"], 1):
+            where = f"cell {place} of {len(told['cells'])}: "
+            expect_cell(cell)
             if missing := [key for key in KEPT if key not in cell]:
-                raise ValueError(f"a cell without {', '.join(missing)}")
-            found.append(Entry(cell, own))
+                raise ValueError(f"{missing[0]} is missing")
+            answers = cell.pop("answers", None)
+            if cell["status"] == "ok":
+                expect({"answers": answers}, {"answers": ANSWERS})
+                if not len(answers["queries"]) == len(answers["ranked"]) == len(answers["judged"]) > 0:
+                    raise ValueError(
+                        f"answers: expected as many of queries, ranked and judged, 1 or more, got "
+                        f"{len(answers['queries'])}, {len(answers['ranked'])} and {len(answers['judged'])}"
+                    )
+                found.append(
+                    Entry(cell, Graded(answers["queries"], answers["ranked"], answers["judged"], *_asked(cell)))
+                )
+            else:
+                found.append(Entry(cell, None))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file}: cannot be read: {error}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{file}: no baseline ({type(error).__name__}: {error}); icr-bench baseline writes one"
-        ) from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        told = f"no {error}" if isinstance(error, KeyError) else error
+        raise DataError(f"{file}: no baseline ({where}{told}); icr-bench baseline writes one") from None
     return found

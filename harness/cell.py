@@ -6,9 +6,9 @@ The process reports progress as ``stage<tab>done<tab>total`` lines; whatever the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-import operator
 import os
 import resource
 import sys
@@ -21,13 +21,17 @@ from typing import Any, TypedDict
 
 from icr_bench.harness.registry import Registry
 from icr_bench.harness.spec import Spec
-from icr_bench.retrievers.base import Document, Estimate, Ranking, Retriever
+from icr_bench.retrievers.base import Document, Estimate, MissingExtra, Ranking, Retriever, check_rankings
 
 BATCH = 32
 """Queries a call of the throughput pass."""
 
 WARMUP = 5
 """Queries put one by one before any is timed."""
+
+UNWRITTEN = "not written"
+"""The stage that a process reports whose result could not be written, with the system's number of the error: its
+retriever is not at fault."""
 
 Report = Callable[[str, int, int], None]
 
@@ -44,22 +48,21 @@ class Job(TypedDict):
     sample: list[int]  # positions of the queries timed one by one
     depth: int
     max_tokens: int | None
+    check: bool  # whether the options are refused, and no more
     plan: bool  # estimate only
     look: dict[str, Any] | None  # what `diagnose` is to look at, instead of timing
     golds: list[list[int]]  # numbers of each query's relevant documents, only for that
     hidden: list[int | None]  # of the document that may not be returned for it, if there is one
 
 
-class BadRanking(ValueError):
-    """A retriever broke the contract of `search`."""
-
-
 def measure(job: Job, report: Report) -> dict[str, Any]:
     """Load, estimate, index, warm up, time single queries, then answer all queries in batches."""
     report("load", 0, 1)
     start = time.perf_counter()
-    registry = Registry(job["plugins"])
-    retriever: Retriever = registry.build("retriever", Spec(job["retriever"], job["options"]), job["filled"])
+    registry, spec = Registry(job["plugins"]), Spec(job["retriever"], job["options"])
+    if job["check"]:
+        return {"status": "ok", "refused": refusal(registry, spec, job["filled"]), "memory": {}}
+    retriever: Retriever = registry.build("retriever", spec, job["filled"])
     retriever.progress = lambda done, total: report("index", int(done), int(total))  # type: ignore[method-assign]
     retriever.load()
     loaded = time.perf_counter() - start
@@ -102,14 +105,14 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
     seen: list[dict[str, Any]] = []
     warmup = [] if once else [queries[i % len(queries)] for i in range(WARMUP)]
     for query in warmup:
-        check(ask([query]), 1, len(documents), depth)
+        check_rankings(ask([query]), 1, len(documents), depth)
     single = []
     for done, position in enumerate(() if once else job["sample"]):
         report("one by one", done, len(job["sample"]))
         start = time.perf_counter()
         rankings = ask([queries[position]])
         single.append(time.perf_counter() - start)
-        check(rankings, 1, len(documents), depth)
+        check_rankings(rankings, 1, len(documents), depth)
     answers: list[Ranking] = []
     batched = 0.0
     for begin in range(0, len(queries), BATCH):
@@ -123,7 +126,7 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
             rankings, rows = retriever.diagnose(batch, golds, depth, look, hidden)  # type: ignore[attr-defined]
             seen += rows
         batched += time.perf_counter() - start
-        answers += check(rankings, len(batch), len(documents), depth)
+        answers += check_rankings(rankings, len(batch), len(documents), depth)
     report("queries", len(queries), len(queries))
     settings = retriever.settings()
     if not isinstance(settings, dict):
@@ -159,6 +162,20 @@ def measure(job: Job, report: Report) -> dict[str, Any]:
     }
 
 
+def refusal(registry: Registry, spec: Spec, filled: dict[str, Any]) -> list[str] | None:
+    """Make a retriever: what its constructor says of its options, or package and extra if one is missing; None where it
+    is made, or fails for another reason, with which its cells will fail too."""
+    try:
+        registry.build("retriever", spec, filled)
+    except MissingExtra as error:
+        return [error.package, error.extra]
+    except (ValueError, TypeError) as error:
+        return [str(error)]
+    except (Exception, SystemExit):
+        return None
+    return None
+
+
 def cut(retriever: Retriever, texts: list[str], max_tokens: int | None) -> tuple[list[str], list[int], list[bool]]:
     """Texts cut to ``max_tokens`` of the retriever's tokenizer, their tokens after that, and whether each was cut."""
     kept: list[str] = []
@@ -172,36 +189,6 @@ def cut(retriever: Retriever, texts: list[str], max_tokens: int | None) -> tuple
             shortened.append(over)
             kept.append(text[: spans[max_tokens - 1][1]] if over and max_tokens else text)
     return kept, lengths, shortened
-
-
-def check(rankings: Any, queries: int, documents: int, depth: int) -> list[Ranking]:
-    """The rankings as plain numbers, or `BadRanking` with what was got and expected."""
-    if not isinstance(rankings, list) or not all(isinstance(ranking, Ranking) for ranking in rankings):
-        raise BadRanking(f"search must return a list of Ranking, got {rankings!r:.100}")
-    if len(rankings) != queries:
-        raise BadRanking(f"search returned {len(rankings)} rankings for {queries} queries")
-    checked = []
-    for ranking in rankings:
-        if len(ranking.numbers) != len(ranking.scores):
-            raise BadRanking(f"a ranking has {len(ranking.numbers)} numbers but {len(ranking.scores)} scores")
-        if len(ranking.numbers) > depth:
-            raise BadRanking(f"a ranking has {len(ranking.numbers)} documents, more than k={depth}")
-        try:
-            numbers = [operator.index(number) for number in ranking.numbers]
-            scores = [float(score) for score in ranking.scores]
-        except TypeError as error:
-            raise BadRanking(f"a ranking holds something that is no number: {error}") from None
-        for number in numbers:
-            if not 0 <= number < documents:
-                raise BadRanking(f"a ranking names document {number}; the corpus has 0 to {documents - 1}")
-        if len(set(numbers)) < len(numbers):
-            repeated = next(number for number in numbers if numbers.count(number) > 1)
-            raise BadRanking(f"a ranking names document {repeated} more than once")
-        for score in scores:
-            if not math.isfinite(score):
-                raise BadRanking(f"a ranking holds the score {score}; scores must be finite")
-        checked.append(Ranking(numbers, scores, str(ranking.error or ""), ranking.seconds))
-    return checked
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -245,6 +232,7 @@ def _out_of_memory(error: BaseException) -> bool:
 def main(job_file: str, result_file: str) -> None:
     """Run the cell; the result file appears whole or not at all."""
     _guard()
+    own = os.getpid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # whoever asks for input gets none
     progress = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -258,16 +246,24 @@ def main(job_file: str, result_file: str) -> None:
         result["memory"] |= {"peak_rss_bytes": peak_rss(), "device_peak_bytes": device_peak()}
         text = json.dumps(result)
     except BaseException as error:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # of a log on a full disk
+            traceback.print_exc()
         status = "oom" if _out_of_memory(error) else "error"
         message = f"{type(error).__name__}: {error}".strip()
         memory = {"peak_rss_bytes": peak_rss(), "device_peak_bytes": device_peak()}
         text = json.dumps({"status": status, "error": message, "memory": memory})
-    partial = Path(result_file + ".partial")
-    partial.write_text(text)
-    partial.rename(result_file)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    if os.getpid() != own:
+        os._exit(1)  # a child that a retriever forked and let go on; the result is its parent's to write
+    try:
+        partial = Path(f"{result_file}.{own}.partial")
+        partial.write_text(text)
+        partial.rename(result_file)
+    except OSError as error:
+        report(UNWRITTEN, error.errno or 0, 0)
+        os._exit(1)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(0)  # threads that a retriever left running are not waited for
 
 

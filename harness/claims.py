@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from icr_bench.harness import answers, diagnose, metrics, strict
-from icr_bench.harness.curve import Curve, curves
+from icr_bench.harness.curve import Curve, comparable, curves
 from icr_bench.harness.errors import UsageError, unknown
 from icr_bench.harness.folder import Record, row
 from icr_bench.harness.tables import github
@@ -93,8 +93,8 @@ def _signed(told: Mapping[str, float]) -> str:
 def _difference(evidence: Evidence, one: str, other: str, n: int) -> tuple[diagnose.Interval, str]:
     """Of two rows over the same queries, and in words."""
     a, b = evidence.curves[one], evidence.curves[other]
-    if a.queries != b.queries:
-        raise UsageError(f"{evidence.benchmark}: {a.name} and {b.name} were asked different queries")
+    if not comparable(a, b):
+        raise UsageError(f"{evidence.benchmark}: {a.name} and {b.name} were asked different queries, or of other data")
     left, right = evidence.at(one, n), evidence.at(other, n)
     found = _interval(left - right)
     told = f"N={n:,}: {evidence.label(one)} {left.mean():.3f}, {evidence.label(other)} {right.mean():.3f}, "

@@ -22,7 +22,7 @@ from icr_bench.harness import train as recipes
 from icr_bench.harness.errors import DATA, EXTRA, FAILED, INTERRUPTED, OK, USAGE, UsageError, unknown
 from icr_bench.harness.metrics import DEFINITIONS
 from icr_bench.harness.registry import Kind, Registry
-from icr_bench.harness.spec import parse_bytes, parse_numbers, parse_share, parse_sizes, parse_spec
+from icr_bench.harness.spec import check_text, parse_bytes, parse_numbers, parse_share, parse_sizes, parse_spec
 from icr_bench.retrievers.base import Inner, MissingExtra
 from icr_bench.retrievers.weights import SHIPPED, CacheFolder, Model, shipped
 
@@ -261,6 +261,7 @@ def _compute(options: argparse.Namespace, command: str, look: dict[str, Any] | N
 
     suite = suites.assemble(options.suite, {key: getattr(options, key) for key in suites.KEYS})
     out: Path = options.output or RUNS / (suite.name + ("" if look is None else "-diagnosis"))
+    check_text(str(out), "output folder")
     with display() as shown:
         outcome = run(suite, out, command, shown, fresh=options.fresh, retry_failed=options.retry_failed, look=look)
     folder = out / "tables"
@@ -449,7 +450,7 @@ def _recommend(options: argparse.Namespace, command: str) -> int:
     wish = recommend.Wish(
         n,
         parse_metric(options.metric),
-        None if options.min is None else parse_share(options.min, "--min"),
+        None if options.min is None else parse_share(options.min, "--min", whole=True),
         None if options.max_latency is None else recommend.parse_seconds(options.max_latency),
         None if options.max_memory is None else parse_bytes(options.max_memory, "--max-memory"),
     )

@@ -6,7 +6,8 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 from xml.etree import ElementTree
@@ -176,7 +177,7 @@ def compare(
     *,
     other_data: bool = False,
 ) -> Comparison:
-    """Match the cells of two runs by data, N, seed and row, and compare what they answered to the same queries.
+    """Match the cells of two runs by name, data, N, seed and row, and compare what they answered to the same queries.
 
     Args:
         chosen: metrics; None for hit@1 and ndcg@10, or ndcg at the largest cut-off that all cells hold.
@@ -255,42 +256,53 @@ def interval(differences: metrics.Floats, seed: int = 0) -> tuple[float, float]:
 Key = tuple[Any, ...]
 
 
+def _by_name(record: Record) -> Key:
+    return record["benchmark"], record["n"], record["seed"], record["retriever"]
+
+
+def _by_data(record: Record) -> Key:
+    return record["fingerprint"]["data"], record["n"], record["seed"], record["retriever"]
+
+
+def _by_both(record: Record) -> Key:
+    return record["benchmark"], *_by_data(record)
+
+
 def _matched(
     base: Sequence[Entry], new: Sequence[Entry], other_data: bool
 ) -> Iterator[tuple[Entry | None, Entry | None]]:
-    """Cells of the base with those of the other side, then the other side's alone."""
-
-    def by_data(record: Record) -> Key:
-        return record["fingerprint"]["data"], record["n"], record["seed"], record["retriever"]
-
-    def by_name(record: Record) -> Key:
-        return record["benchmark"], record["n"], record["seed"], record["retriever"]
-
-    left = {by_data(entry.record): entry for entry in new}
-    named = {by_name(entry.record): entry for entry in new}
-    rest = []
-    for old in base:
-        found = left.pop(by_data(old.record), None)
-        if found is not None:
-            yield old, found
-        else:
-            rest.append(old)
-    for old in rest:
-        found = named.get(by_name(old.record))
-        if found is None or by_data(found.record) not in left:
-            yield old, None
-            continue
-        if not other_data:
-            benchmark, n, seed, retriever = by_name(old.record)
+    """Cells of the base with those of the other side, then the other side's alone: first those of equal names and
+    data, then those of equal data under another name, unless several are (they differ in their benchmarks' options),
+    then those of equal names."""
+    found: dict[int, Entry] = {}  # by place in the base
+    rest, left = list(range(len(base))), list(new)
+    for key in (_by_both, _by_data, _by_name):
+        ours = _alone([base[place].record for place in rest], key)
+        theirs = _alone([entry.record for entry in left], key)
+        pairs = {rest[ours[shared]]: left[theirs[shared]] for shared in ours if shared in theirs}
+        if key is _by_name and pairs and not other_data:
+            place, other = next(iter(pairs.items()))
+            benchmark, n, seed, retriever = _by_name(base[place].record)
             raise DataError(
                 f"{benchmark}, N={n}, {retriever}, seed {seed}: the two sides were asked of different data "
-                f"({old.record['fingerprint']['data'][:12]} and {found.record['fingerprint']['data'][:12]}); make the "
-                f"base again, or give --other-data to compare over the queries that both have"
+                f"({base[place].record['fingerprint']['data'][:12]} and {other.record['fingerprint']['data'][:12]}); "
+                f"make the base again, or give --other-data to compare over the queries that both have"
             )
-        del left[by_data(found.record)]
-        yield old, found
-    for found in left.values():
-        yield None, found
+        found |= pairs
+        rest = [place for place in rest if place not in found]
+        taken = {id(entry) for entry in pairs.values()}
+        left = [entry for entry in left if id(entry) not in taken]
+    for place, old in enumerate(base):
+        yield old, found.get(place)
+    for entry in left:
+        yield None, entry
+
+
+def _alone(records: Sequence[Record], key: Callable[[Record], Key]) -> dict[Key, int]:
+    """The places of records that share their key with no other, by key."""
+    keys = [key(record) for record in records]
+    counts = Counter(keys)
+    return {one: place for place, one in enumerate(keys) if counts[one] == 1}
 
 
 def _pair(
@@ -341,9 +353,14 @@ def _machine(record: Record) -> str:
 
 
 def _options(one: Record, other: Record) -> dict[str, list[Any]]:
-    """What the two rows were given differently, the retriever's name among it."""
+    """What the two rows and their benchmarks were given differently, the names among it."""
     left, right = (
-        {"name": r["config"]["retriever"]["name"], **r["config"]["retriever"]["resolved"]} for r in (one, other)
+        {
+            f"{before}{key}": value
+            for kind, before in (("retriever", ""), ("benchmark", "benchmark "))
+            for key, value in {"name": r["config"][kind]["name"], **r["config"][kind]["resolved"]}.items()
+        }
+        for r in (one, other)
     )
     keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
     return {key: [left.get(key), right.get(key)] for key in keys}

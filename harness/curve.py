@@ -5,20 +5,23 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from icr_bench.harness import metrics
 from icr_bench.harness.answers import Entry
-from icr_bench.harness.compare import COSTS
+from icr_bench.harness.compare import COSTS, LEVEL, randomisation
 from icr_bench.harness.errors import UsageError
 from icr_bench.harness.folder import Record
 from icr_bench.harness.tables import github, human_bytes, one_line
 
 RESAMPLES = 2_000
+
+DRAWS = 10_000
+"""Signs drawn by a randomisation test."""
 
 FARTHEST = 100
 """How many times the largest measured N an extrapolation may reach."""
@@ -41,6 +44,7 @@ class Curve:
     sizes: tuple[int, ...]  # ascending
     values: metrics.Floats  # (sizes, queries)
     records: tuple[Record, ...]  # one a size
+    failed: Mapping[int, str] = field(default_factory=dict)  # N of the cells that failed -> their status
 
     @property
     def name(self) -> str:
@@ -67,13 +71,18 @@ def curves(entries: Sequence[Entry], metric: str) -> list[Curve]:
     """The curves of all cells that were finished; several seeds are curves of their own.
 
     Raises:
-        UsageError: the cells of a curve were asked different queries, or rankings are not as deep as the metric.
+        UsageError: the cells of a curve were asked different queries, made from different data or options, or given
+            different options, or rankings are not as deep as the metric.
     """
     groups: dict[tuple[str, str, int], list[Entry]] = {}
+    failed: dict[tuple[str, str, int], dict[int, str]] = {}
     for entry in entries:
+        record = entry.record
+        key = record["benchmark"], record["retriever"], record["seed"]
         if entry.graded:
-            record = entry.record
-            groups.setdefault((record["benchmark"], record["retriever"], record["seed"]), []).append(entry)
+            groups.setdefault(key, []).append(entry)
+        else:
+            failed.setdefault(key, {})[int(record["n"])] = record["status"]
     found = []
     for (benchmark, retriever, seed), own in groups.items():
         own.sort(key=lambda entry: int(entry.record["n"]))
@@ -81,12 +90,35 @@ def curves(entries: Sequence[Entry], metric: str) -> list[Curve]:
         asked = {tuple(one.queries) for one in graded}
         if len(asked) > 1:
             raise UsageError(f"{benchmark}, {retriever}: the cells were asked different queries, and make no curve")
+        for what in ("benchmark", "retriever"):
+            made = {_made(entry.record, what) for entry in own}
+            if len(made) > 1:
+                raise UsageError(
+                    f"{benchmark}, {retriever}: the cells were made with different options of the {what}, and make no "
+                    f"curve: {' and '.join(sorted(made))}"
+                )
         values = np.stack([one.values(metric) for one in graded])
         sizes = tuple(int(entry.record["n"]) for entry in own)
-        found.append(
-            Curve(benchmark, retriever, seed, asked.pop(), sizes, values, tuple(entry.record for entry in own))
-        )
+        records = tuple(entry.record for entry in own)
+        lost = failed.get((benchmark, retriever, seed), {})
+        found.append(Curve(benchmark, retriever, seed, asked.pop(), sizes, values, records, lost))
     return found
+
+
+def _made(record: Record, what: str) -> str:
+    made = record["config"][what]
+    return json.dumps({"name": made["name"], **made["resolved"]}, sort_keys=True)
+
+
+def comparable(one: Curve, other: Curve) -> bool:
+    """Whether two curves are of the same queries, seed and data, so that their queries can be paired."""
+    if (one.queries, one.seed) != (other.queries, other.seed):
+        return False
+    first, second = (
+        {n: record["fingerprint"]["data"] for n, record in zip(curve.sizes, curve.records, strict=True)}
+        for curve in (one, other)
+    )
+    return all(first[n] == second[n] for n in first.keys() & second.keys())
 
 
 def falls_below(curve: Curve, level: float, *, extrapolate: bool = False) -> Position:
@@ -103,11 +135,13 @@ def falls_below(curve: Curve, level: float, *, extrapolate: bool = False) -> Pos
 
 @dataclass(frozen=True)
 class Crossing:
-    """A curve that is above another, with evidence, from some measured N on, and where it is so no longer."""
+    """A curve that is above another, with evidence, from some measured N on, and where it is so no longer. Evidence is
+    an interval of the difference that excludes 0, and a randomisation test, since a handful of queries has no interval
+    to speak of."""
 
     leader: Curve
     other: Curve
-    sizes: tuple[int, ...]  # that both have, from the first at which the interval of the difference excludes 0
+    sizes: tuple[int, ...]  # that both have, from the first with evidence
     until: Position
 
 
@@ -116,22 +150,23 @@ def crossover(one: Curve, other: Curve, *, extrapolate: bool = False) -> Crossin
     Queries are resampled together.
 
     Raises:
-        UsageError: the curves share fewer than two sizes, or were asked different queries.
+        UsageError: the curves share fewer than two sizes, or were asked different queries, or of different data.
     """
     shared = [n for n in one.sizes if n in other.sizes]
-    if one.queries != other.queries or len(shared) < 2:
-        raise UsageError(f"{one.name} and {other.name}: a crossover takes the same queries and two shared sizes")
+    if not comparable(one, other) or len(shared) < 2:
+        raise UsageError(
+            f"{one.name} and {other.name}: a crossover takes the same queries, seed and data, and two shared sizes"
+        )
     count = len(one.queries)
     draws = _draws(count)
-    first, second = (
-        _logit(draws @ curve.values[[curve.sizes.index(n) for n in shared]].T, count) for curve in (one, other)
-    )
+    ours, theirs = (curve.values[[curve.sizes.index(n) for n in shared]] for curve in (one, other))
+    first, second = (_logit(draws @ values.T, count) for values in (ours, theirs))
     ahead = first - second  # (1 + resamples, sizes)
     low, high = np.quantile(ahead[1:], [0.025, 0.975], axis=0)
-    told = np.flatnonzero((low > ROUNDING) | (high < -ROUNDING))
-    if not len(told):
+    apart = np.flatnonzero((low > ROUNDING) | (high < -ROUNDING))
+    begin = next((int(at) for at in apart if randomisation(ours[at] - theirs[at], DRAWS) < LEVEL), None)
+    if begin is None:
         return None
-    begin = int(told[0])
     leads = bool(low[begin] > ROUNDING)
     sizes = tuple(shared[begin:])
     until = _position(sizes, (-ahead if leads else ahead)[:, begin:], extrapolate)
@@ -232,7 +267,8 @@ def text(entries: Sequence[Entry], metric: str, levels: Sequence[float], *, extr
     parts.append(
         f"- N between sizes: linear in the logit of {metric} against log N; [low, high]: 95% bootstrap over queries, "
         f"{RESAMPLES:,} resamples{beyond}\n"
-        "- leads: from the first N at which the interval of the difference over the same queries excludes 0\n"
+        "- leads: from the first N at which the interval of the difference over the same queries excludes 0 and a "
+        f"paired randomisation test has p below {LEVEL:g}\n"
         "- seconds per 1,000 queries: in batches; growth: least squares of log cost on log N, three sizes or more; "
         "peak memory holds what the program itself takes\n"
     )
@@ -278,7 +314,7 @@ def _plain(position: Position) -> dict[str, Any]:
 def _pairs(own: Sequence[Curve]) -> Iterator[tuple[Curve, Curve]]:
     """Every two that can be compared."""
     for one, other in itertools.combinations(own, 2):
-        if one.queries == other.queries and len(set(one.sizes) & set(other.sizes)) > 1:
+        if comparable(one, other) and len(set(one.sizes) & set(other.sizes)) > 1:
             yield one, other
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from icr_bench.harness.errors import UsageError
-from icr_bench.harness.folder import Record, latest, read_lines, write
+from icr_bench.harness.folder import Record, latest, rankings, write
 
 
 def quote(identifier: str) -> str:
@@ -61,14 +61,15 @@ def export(folder: Path, out: Path) -> list[Path]:
     for record in records:
         name, tag = file_name(record), quote(record["retriever"])
         runs = []
-        for line in read_lines(folder, record["rankings"]):
+        ranked_queries, judgments = rankings(folder, record)
+        for line in ranked_queries.values():
             query = quote(line["query"])
             ranked = zip(line["documents"], descending(line["scores"]), strict=True)
             runs += [f"{query} Q0 {quote(d)} {rank} {score!r} {tag}\n" for rank, (d, score) in enumerate(ranked, 1)]
         judged = [
-            f"{quote(line['query'])} 0 {quote(document)} {grade}\n"
-            for line in read_lines(folder, record["judgments"])
-            for document, grade in line["judgments"].items()
+            f"{quote(query)} 0 {quote(document)} {grade}\n"
+            for query, own in judgments.items()
+            for document, grade in own.items()
         ]
         for kind, lines in (("run", runs), ("qrels", judged)):
             file = out / f"{kind}.{name}.trec"

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,9 @@ OWN = ("cells.jsonl", "rankings", "judgments", "documents", "tables", "pictures"
 """What a run writes, in the order in which it is deleted: the file that makes the folder a run's goes last."""
 
 
+_PARTIAL = re.escape(ABOUT) + r"(\.\d+)?\.partial"
+
+
 def _held_suite(path: Path) -> str | None:
     """The suite whose cells a folder holds; None for a folder that is empty or not there.
 
@@ -37,12 +41,150 @@ def _held_suite(path: Path) -> str | None:
         about = json.loads((path / ABOUT).read_text(encoding="utf-8")) if ABOUT in names else None
     except (OSError, ValueError):
         about = {}
-    if about is None and names <= {LOCK, f"{ABOUT}.partial"}:
+    if about is None and all(name == LOCK or re.fullmatch(_PARTIAL, name) for name in names):
         return None
     if not isinstance(about, dict) or about.get("format") != FORMAT or not isinstance(about.get("suite"), str):
         raise UsageError(f"output folder {path}: is not empty and holds no run; choose another with -o")
     suite: str = about["suite"]
     return suite
+
+
+_NUMBER = int | float
+_SECONDS = int | float | None  # None where nothing was measured
+_INTERVAL = {"value": _NUMBER, "low": _NUMBER, "high": _NUMBER}
+
+CELL = {
+    "benchmark": str,
+    "n": int,
+    "retriever": str,
+    "seed": int,
+    "status": str,
+    "error": str | None,
+    "config": {
+        "benchmark": {"name": str, "resolved": {"relevant": int}},
+        "retriever": {"name": str, "resolved": dict},
+        "k": [int],
+        "depth": int,
+        "device": str | None,
+        "dtype": str | None,
+    },
+    "fingerprint": {"data": str, "weights": dict, "code": str},
+    "environment": {"machine": {"id": str}},
+    "memory": {"peak_rss_bytes": int},
+}
+"""What a record holds of every cell: a type, `[shape]` for a list, `{str: shape}` for any keys."""
+
+DONE = {
+    "metrics": {str: _INTERVAL},
+    "time": {
+        "load_s": _NUMBER,
+        "index_s": _SECONDS,
+        "warmup": int,
+        "query_p50_s": _SECONDS,
+        "query_p95_s": _SECONDS,
+        "query_p99_s": _SECONDS,
+        "sampled": int,
+        "queries_per_s": _SECONDS,
+        "batch": int,
+    },
+    "memory": {"index_bytes": int, "device_peak_bytes": int | None},
+}
+"""What it holds besides of a finished cell."""
+
+DIAGNOSED = {
+    "config": {"look": {"ties": str, "tokens": str}},
+    "queries": {"declared": int},
+    "diagnosis": {
+        "layers": [int],
+        "heads": [int],
+        "chance": {str: _NUMBER},
+        "shortlist": dict,
+        "readout": dict,
+        "outcomes": dict,
+        **{name: [dict | None] for name in ("r_sum", "r_any", "digit", "digit_best", "digit_right")},
+        **{name: [dict | None] for name in ("norm", "norm_gold", "norm_rest", "share", "mass", "score", "gap")},
+        "r_head": list,
+    },
+}
+"""What it holds besides where the cell was looked into."""
+
+IN_FOLDER = {
+    "key": str,
+    "command": str,
+    "started": str,
+    "queries": {"declared": int, "scored": int, "empty": int, "failed": int},
+    "environment": {
+        "icr_bench": str | None,
+        "python": str,
+        "machine": {"processor": str, "threads": int | None, "memory_bytes": int},
+        "packages": dict,
+        "git": dict | None,
+    },
+}
+"""What it holds besides in a run's folder."""
+
+DONE_IN_FOLDER = {"rankings": str, "judgments": str, "ceiling": {str: _NUMBER}}
+RANKING = {"query": str, "documents": [str], "scores": [_NUMBER]}
+JUDGED = {"query": str, "judgments": {str: int}}
+
+_TOLD: dict[Any, str] = {
+    str: "text",
+    int: "a whole number",
+    dict: "an object",
+    list: "a list",
+    _NUMBER: "a number",
+    _SECONDS: "a number or null",
+    int | None: "a whole number or null",
+    str | None: "text or null",
+    dict | None: "an object or null",
+}
+
+
+def expect(told: Any, shape: Any, at: str = "") -> None:
+    """Check what a file holds.
+
+    Raises:
+        ValueError: the key that is not there or holds something else, and what was expected.
+    """
+    if isinstance(shape, dict):
+        expect(told, dict, at)
+        if str in shape:
+            for key, value in told.items():
+                expect(value, shape[str], f"{at}[{key!r}]")
+            return
+        for key, of in shape.items():
+            own = f"{at}.{key}" if at else key
+            if key not in told:
+                raise ValueError(f"{own} is missing")
+            expect(told[key], of, own)
+    elif isinstance(shape, list):
+        if not isinstance(told, list):
+            raise ValueError(f"{at}: expected a list, got {told!r:.60}")
+        for place, value in enumerate(told):
+            expect(value, shape[0], f"{at}[{place}]")
+    elif not isinstance(told, shape) or isinstance(told, bool):
+        raise ValueError(f"{at or 'the whole'}: expected {_TOLD[shape]}, got {told!r:.60}")
+
+
+def expect_cell(record: Any) -> None:
+    """Check the record of a cell.
+
+    Raises:
+        ValueError: as `expect`.
+    """
+    expect(record, CELL)
+    if record["n"] < 1:
+        raise ValueError(f"n: expected 1 or more, got {record['n']}")
+    if not record["config"]["k"]:
+        raise ValueError("config.k: expected one cut-off or more, got none")
+    if record["status"] == "ok":
+        expect(record, DONE)
+        if "diagnosis" in record:
+            expect(record, DIAGNOSED)
+            layers = len(record["diagnosis"]["layers"])
+            for name, told in record["diagnosis"].items():
+                if isinstance(told, list) and name != "heads" and len(told) != layers:
+                    raise ValueError(f"diagnosis.{name}: expected a value for each of {layers} layers, got {len(told)}")
 
 
 def row(record: Record) -> Row:
@@ -86,6 +228,9 @@ class Folder:
                 f"output folder {self.path}: holds cells of the suite {held!r}, not {suite!r}; "
                 f"choose another with -o, or --fresh to delete them"
             )
+        for left in (*self.path.glob("*.partial"), *self.path.glob("*/*.partial")):  # by a run that was killed
+            if left.is_file():
+                left.unlink()
         write(self.path / ABOUT, json.dumps({"suite": suite, "format": FORMAT, "command": command}) + "\n")
         for name in ("rankings", "judgments", "documents", "logs"):
             (self.path / name).mkdir(exist_ok=True)
@@ -143,6 +288,7 @@ class Folder:
             stream.write(json.dumps(_finite(record), allow_nan=False) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
+        _sync(self.path)
         self.latest[row(record)] = record
 
     def _keep_texts(self, name: str, rankings: Sequence[Record], task: Task) -> None:
@@ -176,14 +322,18 @@ def _torn(file: Path) -> bool:
         return stream.read() != b"\n"
 
 
+REPAIR = "run with --fresh to compute the cells again"
+
+
 def texts(path: Path, name: str) -> dict[str, str]:
     """What a file of a run's folder holds of documents' texts; the last of a document counts, and a line that was torn
     is none."""
     found: dict[str, str] = {}
     file = path / name
-    for line in file.read_text(encoding="utf-8").split("\n") if file.exists() else ():
+    for line in _text(file).split("\n") if file.exists() else ():
         with contextlib.suppress(ValueError):
             told = json.loads(line)
+            expect(told, {"_id": str, "text": str})
             found[told["_id"]] = told["text"]
     return found
 
@@ -203,12 +353,16 @@ def _lines(rows: Iterable[Record]) -> str:
 
 def write(file: Path, text: str) -> None:
     """Write a file whole or not at all, and to the disk."""
-    partial = file.with_name(file.name + ".partial")
-    with partial.open("w", encoding="utf-8", newline="\n") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(file)
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")  # of no other process that may write it too
+    try:
+        with partial.open("w", encoding="utf-8", newline="\n") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(file)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     _sync(file.parent)
 
 
@@ -228,13 +382,33 @@ def read(path: Path) -> Iterator[Record]:
     cells = path / "cells.jsonl"
     if not cells.exists():
         return
-    for number, line in enumerate(cells.read_text(encoding="utf-8").split("\n")[:-1], 1):
+    for number, line in enumerate(_text(cells).split("\n")[:-1], 1):
         try:
             record = json.loads(line)
-            row(record), record["fingerprint"]["data"], record["config"]
-        except (ValueError, KeyError, TypeError):
-            raise DataError(f"{cells}:{number}: not a record of a cell: {line[:80]!r}") from None
+            expect_cell(record)
+            expect(record, IN_FOLDER)
+            if record["status"] == "ok":
+                expect(record, DONE_IN_FOLDER)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{cells}:{number}: not a record of a cell ({error}): {line[:80]!r}; delete the line, and the same run "
+                "computes the cell again"
+            ) from None
         yield record
+
+
+def _text(file: Path) -> str:
+    """What a file holds.
+
+    Raises:
+        DataError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: is not UTF-8 ({error.reason} at byte {error.start})") from None
 
 
 def latest(path: Path) -> list[Record]:
@@ -330,12 +504,40 @@ def _short_names(paths: Sequence[Path]) -> dict[Path, str]:
     return names
 
 
-def read_lines(path: Path, name: str) -> list[Record]:
-    """The rows of a file of rankings or judgments."""
-    file = path / name
-    try:
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise DataError(f"{file}: not JSON lines: {error}") from None
+def read_lines(path: Path, name: str, shape: Any = dict) -> list[Record]:
+    """The rows of a file of rankings or judgments.
+
+    Raises:
+        DataError: it cannot be read, is empty, or a row has another shape.
+    """
+    file, found = path / name, list[Record]()
+    for number, line in enumerate(_text(file).split("\n"), 1):
+        if not line:
+            continue
+        try:
+            found.append(json.loads(line))
+            expect(found[-1], shape)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{file}:{number}: {error}; {REPAIR}") from None
+    if not found:
+        raise DataError(f"{file}: holds nothing; {REPAIR}")
+    return found
+
+
+def rankings(path: Path, record: Record) -> tuple[dict[str, Record], dict[str, dict[str, int]]]:
+    """What a run kept of a finished cell: the line of each query's ranking, and each query's judgments.
+
+    Raises:
+        DataError: as `read_lines`, or a query has no ranking.
+    """
+    ranked = {line["query"]: line for line in read_lines(path, record["rankings"], RANKING)}
+    judged = {line["query"]: line["judgments"] for line in read_lines(path, record["judgments"], JUDGED)}
+    for query in judged:
+        if query not in ranked:
+            raise DataError(f"{path / record['rankings']}: holds no ranking of the query {query!r}; {REPAIR}")
+        if len(ranked[query]["documents"]) != len(ranked[query]["scores"]):
+            raise DataError(
+                f"{path / record['rankings']}: query {query!r} has {len(ranked[query]['documents'])} documents but "
+                f"{len(ranked[query]['scores'])} scores; {REPAIR}"
+            )
+    return ranked, judged

@@ -8,9 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from icr_bench.benchmarks.base import DataError
 from icr_bench.harness import metrics
 from icr_bench.harness.errors import UsageError
-from icr_bench.harness.folder import Record
+from icr_bench.harness.folder import Record, expect
 from icr_bench.harness.tables import Table
 from icr_bench.retrievers.base import MissingExtra
 
@@ -98,18 +99,18 @@ def plot_training(folders: Sequence[Path], file: Path) -> None:
         file: where to write; its ending chooses PNG, SVG or PDF.
 
     Raises:
-        UsageError: the ending is another.
+        UsageError: the ending is another, or nothing was logged.
+        DataError: a log is damaged.
         MissingExtra: matplotlib is not installed.
     """
     _check(file)
     from matplotlib.figure import Figure
 
-    logs = {
-        folder.name: [json.loads(line) for line in (folder / LOG).read_text(encoding="utf-8").splitlines()]
-        for folder in folders
-    }
+    logs = {folder.name: _logged(folder / LOG) for folder in folders}
     known = {key for lines in logs.values() for line in lines for key in line}
     panels = [(title, keys) for title, keys in PANELS if known & set(keys)]
+    if not panels:
+        raise UsageError(f"{', '.join(map(str, folders))}: nothing was logged yet")
     figure = Figure(figsize=(4.2 * len(panels), 3.6), layout="constrained")
     for panel, (title, keys) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for number, (name, lines) in enumerate(logs.items()):
@@ -122,6 +123,29 @@ def plot_training(folders: Sequence[Path], file: Path) -> None:
     handles, labels = panel.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 2 * len(panels)))
     _save(figure, file, "training")
+
+
+def _logged(file: Path) -> list[Record]:
+    """The lines of a training's log.
+
+    Raises:
+        DataError: a line is none.
+    """
+    drawn = {key for _, keys in PANELS for key in keys}
+    found = []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: is not UTF-8 ({error.reason} at byte {error.start})") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            told = json.loads(line)
+            expect(told, {"step": int})
+            expect(told, dict.fromkeys(drawn & told.keys(), int | float))
+        except ValueError as error:
+            raise DataError(f"{file}:{number}: not a line of a training's log ({error})") from None
+        found.append(told)
+    return found
 
 
 def plot_layers(records: Sequence[Record], file: Path) -> None:

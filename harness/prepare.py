@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from icr_bench.benchmarks.base import Benchmark, DataError, SizeError
+from icr_bench.harness.cell import Job, refusal
 from icr_bench.harness.environment import code_digest
 from icr_bench.harness.errors import UsageError
+from icr_bench.harness.process import Limits, run_cell
 from icr_bench.harness.registry import Registry, convert
 from icr_bench.harness.spec import ALL, Spec
 from icr_bench.harness.suite import Suite
@@ -32,6 +35,10 @@ COMMON_HELP = {
     "exclude_self": "never return the document whose id equals the query's id",
     "label": "the name of the rows",
 }
+
+
+CHECK_S = 60
+"""Seconds that a constructor may take before the first cell; one that takes longer is left to its cells."""
 
 
 @dataclass(frozen=True)
@@ -87,19 +94,39 @@ def prepare_retriever(registry: Registry, spec: Spec, suite: Suite) -> Answering
     options = registry.resolve("retriever", spec)
     filled = {"device": suite.device, "dtype": suite.dtype, "seed": suite.seeds[0], "budget": suite.budget}
     weights: dict[str, str] = {}
-    try:
-        registry.build("retriever", spec, filled)
-    except MissingExtra:
-        raise
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"retriever {spec.row}: {error}") from error
-    except (Exception, SystemExit):
-        pass  # no matter of its options: its cells will fail with it, and keep the log
+    told = refusal(registry, spec, filled) if registry.is_own(spec) else _refusal_apart(registry, spec, filled)
+    if told is not None:
+        raise MissingExtra(*told) if len(told) > 1 else UsageError(f"retriever {spec.row}: {told[0]}")
     sources: list[Path] = []
     for path, one in registry.within(spec):
         weights |= {path + key: value for key, value in _weights(registry, one).items()}
         sources += registry.sources("retriever", one.name)
     return Answering(spec, options, takes(registry, spec), weights, code_digest(dict.fromkeys(sources)))
+
+
+def _refusal_apart(registry: Registry, spec: Spec, filled: dict[str, Any]) -> list[str] | None:
+    """`refusal` of somebody else's retriever, whose constructor may end its process or hold it up; None if it does."""
+    job = Job(
+        plugins=[str(plugin) for plugin in registry.plugins],
+        retriever=spec.name,
+        options=dict(spec.options),
+        filled=filled,
+        documents=[],
+        queries=[],
+        sample=[],
+        depth=0,
+        max_tokens=None,
+        check=True,
+        plan=False,
+        look=None,
+        golds=[],
+        hidden=[],
+    )
+    with tempfile.TemporaryDirectory(prefix="icr-bench-check-") as work:
+        log = Path(work) / "log"
+        result = run_cell(job, Path(work), log, Limits(CHECK_S, None), lambda stage, done, total: None)
+    told: list[str] | None = result.get("refused")
+    return told
 
 
 def _weights(registry: Registry, spec: Spec) -> dict[str, str]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,9 +19,17 @@ from typing import IO, Any
 
 import psutil
 
-from icr_bench.harness.cell import Job
+from icr_bench.harness.cell import UNWRITTEN, Job
+from icr_bench.harness.folder import expect
 
 POLL_S = 0.05
+
+MARK = "ICR_BENCH_CELL"
+"""Variable in the environment of a cell, and so of all that it starts, by which those that left its process group and
+outlived it are found."""
+
+ROUNDS = 5
+"""Looks for such processes, which may start others while they are killed."""
 
 OnProgress = Callable[[str, int, int], None]
 
@@ -37,10 +46,14 @@ def run_cell(job: Job, work: Path, log: Path, limits: Limits, progress: OnProgre
     """Run one cell in a process group of its own, which ends with this process, and return its result.
 
     The result has ``status`` (ok, oom, timeout, killed, error), ``error`` and ``memory`` whatever happened.
+
+    Raises:
+        OSError: a file of the cell cannot be written, its result among them.
     """
     job_file, result_file = work.absolute() / "job.json", work.absolute() / "result.json"
     job_file.write_text(json.dumps(job))
     result_file.unlink(missing_ok=True)
+    mark = uuid.uuid4().hex
     with log.open("wb") as log_stream:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "icr_bench.harness.cell", str(job_file), str(result_file)],
@@ -48,23 +61,49 @@ def run_cell(job: Job, work: Path, log: Path, limits: Limits, progress: OnProgre
             stdout=subprocess.PIPE,
             stderr=log_stream,
             start_new_session=True,
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+            env={**os.environ, MARK: mark, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
         )
     assert process.stdout is not None
     assert process.stdin is not None
-    relay = threading.Thread(target=_relay, args=(process.stdout, progress), daemon=True)
+    unwritten: list[int] = []
+
+    def hear(stage: str, done: int, total: int) -> None:
+        if stage == UNWRITTEN:
+            unwritten.append(done)
+        else:
+            progress(stage, done, total)
+
+    relay = threading.Thread(target=_relay, args=(process.stdout, hear), daemon=True)
     relay.start()
     try:
         peak, ended = _watch(process, limits)
     finally:
-        _end_group(process)
+        _end(process, mark)
         process.stdin.close()
         relay.join(1.0)  # a process that left the group may hold the pipe open for ever
     if ended is None and result_file.exists():
-        result: dict[str, Any] = json.loads(result_file.read_text())
-        return result
+        return _result(result_file, peak, limits)
+    if unwritten:
+        raise OSError(unwritten[0], os.strerror(unwritten[0]), str(result_file))
     status, error = ended or _death(process.returncode, log)
     return {"status": status, "error": error, "memory": {"peak_rss_bytes": peak, "device_peak_bytes": None}}
+
+
+def _result(file: Path, peak: int, limits: Limits) -> dict[str, Any]:
+    """What the process wrote; a failure where it is no result, or where it tells of more memory than is allowed."""
+    memory = {"peak_rss_bytes": peak, "device_peak_bytes": None}
+    try:
+        result: Any = json.loads(file.read_text(encoding="utf-8"))
+        expect(result, {"status": str, "memory": dict})
+        used = int(result["memory"].get("peak_rss_bytes", 0))
+    except (ValueError, TypeError, RecursionError) as error:
+        told = f"its process left a result that cannot be read ({error}); something that it started wrote it"
+        return {"status": "error", "error": told, "memory": memory}
+    if result["status"] == "ok" and limits.memory is not None and used > limits.memory:  # between two looks
+        told = f"used {used:,} bytes at its peak, more than --memory-limit {limits.memory:,}"
+        return {"status": "oom", "error": told, "memory": memory | {"peak_rss_bytes": used}}
+    found: dict[str, Any] = result
+    return found
 
 
 def _watch(process: subprocess.Popen[bytes], limits: Limits) -> tuple[int, tuple[str, str] | None]:
@@ -98,15 +137,30 @@ def _resident(pid: int, *, children: bool) -> tuple[int, int]:
     return own, others
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
     """Kill the cell and whatever it left running, its guard included."""
     with suppress(psutil.NoSuchProcess):
         for descendant in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                descendant.kill()  # also one that left the group, as long as the cell lives
+                descendant.kill()  # also one that left the group and has another environment
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    for _ in range(ROUNDS):
+        left = [one for one in psutil.process_iter() if _is_marked(one, mark)]
+        for one in left:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        if not left:
+            return
+        psutil.wait_procs(left, 1.0)
+
+
+def _is_marked(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get(MARK) == mark
+    except (psutil.Error, OSError):  # gone, or another user's
+        return False
 
 
 def _relay(stream: IO[bytes], progress: OnProgress) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from icr_bench.harness.compare import interval
-from icr_bench.harness.curve import Curve
+from icr_bench.harness.compare import LEVEL, interval, randomisation
+from icr_bench.harness.curve import DRAWS, Curve, comparable
 from icr_bench.harness.errors import FAILED, OK, UsageError
 from icr_bench.harness.folder import Record
 from icr_bench.harness.metrics import Floats
@@ -38,13 +38,14 @@ class Wish:
 @dataclass(frozen=True)
 class Candidate:
     """The cell of a retriever that answers for a size: the smallest one measured that is not smaller, else the
-    largest."""
+    largest. Where a cell in between failed, it does not keep the limits."""
 
     curve: Curve
     place: int  # among the curve's sizes
     low: float
     high: float
     short: dict[str, float]  # limits that are not kept -> by which factor
+    failed: int | None = None  # the smallest N of a failed cell that is not below the size asked for
 
     @property
     def n(self) -> int:
@@ -92,8 +93,8 @@ class Advice:
 
     @property
     def equals(self) -> list[Candidate]:
-        """Others that keep all limits and cannot be told from the best: the interval of the paired difference holds
-        0."""
+        """Others that keep all limits and cannot be told from the best: the interval of the paired difference holds 0,
+        or a randomisation test finds no evidence."""
         return [
             one
             for one in self.candidates
@@ -135,8 +136,13 @@ def exit_code(advices: Sequence[Advice]) -> int:
 def _candidate(curve: Curve, wish: Wish) -> Candidate:
     place = next((i for i, n in enumerate(curve.sizes) if n >= wish.n), len(curve.sizes) - 1)
     low, high = interval(curve.values[place])
-    one = Candidate(curve, place, low, high, {})
-    if one.n < wish.n:
+    failed = min((n for n in curve.failed if n >= wish.n), default=None)
+    if failed is not None and wish.n <= curve.sizes[place] < failed:
+        failed = None  # a larger one failed
+    one = Candidate(curve, place, low, high, {}, failed)
+    if failed is not None:
+        one.short["N"] = math.inf
+    elif one.n < wish.n:
         one.short["N"] = wish.n / one.n
     if wish.least is not None and one.value < wish.least - 1e-9:
         one.short[wish.metric] = wish.least / one.value if one.value else math.inf
@@ -148,10 +154,11 @@ def _candidate(curve: Curve, wish: Wish) -> Candidate:
 
 
 def _untold(best: Candidate, other: Candidate) -> bool:
-    if best.curve.queries != other.curve.queries:
+    if not comparable(best.curve, other.curve):
         return False
-    low, high = interval(best.values - other.values)
-    return low <= 0 <= high
+    differences = best.values - other.values
+    low, high = interval(differences)
+    return low <= 0 <= high or randomisation(differences, DRAWS) >= LEVEL
 
 
 # Output
@@ -213,10 +220,11 @@ def _told(one: Candidate, wish: Wish) -> str:
 
 
 def _misses(one: Candidate) -> str:
-    return ", ".join(
-        f"N (measured up to {one.n:,})" if name == "N" else f"{name} (by x{factor:.3g})"
-        for name, factor in one.short.items()
-    )
+    if one.failed is None:
+        size = f"N (measured up to {one.n:,})"
+    else:
+        size = f"N (its cell at N={one.failed:,} failed: {one.curve.failed[one.failed]})"
+    return ", ".join(size if name == "N" else f"{name} (by x{factor:.3g})" for name, factor in one.short.items())
 
 
 def _seconds(value: float) -> str:

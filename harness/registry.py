@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
@@ -10,7 +11,7 @@ import sys
 import types
 import typing
 from collections import abc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -119,14 +120,20 @@ class Registry:
         found: Callable[..., Any] = target
         return found
 
+    def is_own(self, spec: Spec) -> bool:
+        """Whether a retriever and all that its options name come with this package."""
+        return all(isinstance(self._targets["retriever"][one.name], str) for _, one in self.within(spec))
+
     def sources(self, kind: Kind, name: str) -> list[Path]:
-        """The files behind a name: where it is defined, the plug-in that names it, and what that imports beside it."""
+        """The files behind a name: where it is defined, the plug-in that names it, and what these import of the files
+        beside the plug-in, be it when they are needed."""
         file = inspect.getsourcefile(inspect.unwrap(self.get(kind, name)))
         files = {Path(file)} if file else set()
         if plugin := self._plugin_of.get((kind, name)):
-            loaded = [Path(f) for m in list(sys.modules.values()) if (f := getattr(m, "__file__", None))]
-            beside = {f for f in loaded if f.is_relative_to(plugin.parent) and "site-packages" not in f.parts}
-            files |= {plugin} | {f for f in beside if f.suffix == ".py"}
+            left = {plugin, *(one for one in files if one.is_relative_to(plugin.parent))}
+            while left:
+                files |= left
+                left = {found for one in left for found in _imports(one, plugin.parent)} - files
         return sorted(files)
 
     def options(self, kind: Kind, name: str) -> dict[str, Option]:
@@ -219,6 +226,30 @@ def _each(value: Any, what: Callable[[Spec], Any]) -> Any:
     if isinstance(value, Spec):
         return what(value)
     return type(value)(_each(one, what) for one in value) if _held(value) else value
+
+
+def _imports(file: Path, folder: Path) -> Iterator[Path]:
+    """The files in a folder that a file imports, wherever in it; none where it is not Python."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [(folder, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = [folder, *file.parents][min(node.level, len(file.parents))]
+            module = node.module or ""
+            names = [(above, module), *((above, f"{module}.{alias.name}") for alias in node.names)]
+        else:
+            continue
+        for above, name in names:
+            path = above
+            for part in filter(None, name.split(".")):  # a package before what is in it
+                path = path / part
+                for found in (path.with_name(f"{part}.py"), path / "__init__.py"):
+                    if found.is_file() and found.is_relative_to(folder):
+                        yield found
 
 
 def _line_in(error: BaseException, file: Path) -> str:

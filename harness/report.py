@@ -16,7 +16,7 @@ from typing import Any
 
 from icr_bench.harness import tables
 from icr_bench.harness.errors import UsageError
-from icr_bench.harness.folder import Record, merge, read_lines, texts, write
+from icr_bench.harness.folder import JUDGED, RANKING, Record, merge, read_lines, texts, write
 from icr_bench.harness.tables import Table, human_bytes, one_line
 from icr_bench.retrievers.base import MissingExtra
 
@@ -218,7 +218,7 @@ def _answers(merged: Sequence[tuple[Path, Record]]) -> dict[str, Any]:
     rankings = []
     for path, record, key, golds in asked:
         task = tasks[key]
-        lines = {line["query"]: line for line in read_lines(path, record["rankings"])}
+        lines = {line["query"]: line for line in read_lines(path, record["rankings"], RANKING)}
         first, shown, errors = [], [], {}
         for at, query in enumerate(task.queries):
             line = lines.get(query, {"documents": []})
@@ -253,7 +253,7 @@ class _Task:
             self._texts |= texts(path, name)
         golds: dict[str, set[str]] = {}
         relevant = record["config"]["benchmark"]["resolved"]["relevant"]
-        for line in read_lines(path, record["judgments"]):
+        for line in read_lines(path, record["judgments"], JUDGED):
             query = line["query"]
             self.queries.setdefault(query, line.get("text", ""))
             golds[query] = {document for document, grade in line["judgments"].items() if grade >= relevant}

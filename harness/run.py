@@ -217,6 +217,7 @@ def job_of(
         sample=rng.sample(range(len(task.queries)), min(suite.latency_queries, len(task.queries))),
         depth=min(depth + 1, len(task.documents)) if exclude else depth,
         max_tokens=asked.common["max_tokens"],
+        check=False,
         plan=plan,
         look=look,
         golds=[] if look is None else diagnose.golds(task, exclude=exclude),

@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 from icr_bench.harness.errors import UsageError
+from icr_bench.harness.export import safe_name
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,14 @@ class Spec:
         return self.label or self.name
 
 
-MOST_LABEL = 60  # it becomes part of file names, perhaps percent-encoded
+MOST_LABEL = 60  # characters
+
+MOST_BYTES = 90
+"""Bytes of a row's name in a file name, where it may be percent-encoded: two of them, size, seed, ending and what a
+half-written file is called stay within the 255 that file systems take."""
+
+UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+"""Control characters, and what no file or terminal can hold."""
 
 _PAIR = re.compile(r"""\s*([^=,]*?)\s*=\s*("[^"]*"|'[^']*'|[^,]*)\s*(?:,|$)""")
 
@@ -76,7 +84,24 @@ def _spec(name: str, options: dict[str, Any], where: str) -> Spec:
     label = options.pop("label", "")
     if not isinstance(label, str) or len(label) > MOST_LABEL:
         raise UsageError(f"{where}: label must be text of at most {MOST_LABEL} characters, got {label!r}")
-    return Spec(name, options, label)
+    spec = Spec(name, options, label)
+    check_text(spec.row, "label" if label else "name")
+    if (size := len(safe_name(spec.row).encode())) > MOST_BYTES:
+        raise UsageError(
+            f"{where}: {spec.row!r} takes {size} bytes in a file name, at most {MOST_BYTES} are left for it; letters "
+            "and digits take the fewest, so give a shorter label="
+        )
+    return spec
+
+
+def check_text(text: str, what: str) -> None:
+    """Check what is shown and names files.
+
+    Raises:
+        UsageError: it holds a control character, or half of one that UTF-16 writes in two.
+    """
+    if found := UNSEEN.search(text):
+        raise UsageError(f"{what}: {text!r} holds {found[0]!r}, which can be neither shown nor written; leave it out")
 
 
 ALL = "all"
@@ -140,12 +165,12 @@ def parse_budget(value: object) -> dict[str, float]:
     return {"tokens": amount} if match[3] else {"money": amount}
 
 
-def parse_share(text: str, what: str) -> float:
-    """A number between 0 and 1, neither of them."""
+def parse_share(text: str, what: str, *, whole: bool = False) -> float:
+    """A number between 0 and 1, not 0, and 1 only if the ``whole`` may be asked for."""
     try:
         share = float(text)
     except ValueError:
         share = 0.0
-    if not 0 < share < 1:
-        raise UsageError(f"{what} {text!r}: expected a number between 0 and 1, such as 0.9")
+    if not (0 < share < 1 or (whole and share == 1)):
+        raise UsageError(f"{what} {text!r}: expected a number between 0 and 1{', or 1' * whole}, such as 0.9")
     return share

@@ -12,7 +12,7 @@ from typing import Any
 
 from icr_bench.harness import strict
 from icr_bench.harness.errors import UsageError, unknown
-from icr_bench.harness.spec import ALL, Spec, parse_budget, parse_bytes, parse_numbers, parse_sizes, spec_of
+from icr_bench.harness.spec import ALL, Spec, check_text, parse_budget, parse_bytes, parse_numbers, parse_sizes, spec_of
 
 KEYS = (
     "benchmark",
@@ -135,6 +135,8 @@ def assemble(suite: str | None, flags: Mapping[str, Any]) -> Suite:
     Benchmarks given by flag without a suite make a run called ``custom``, of all documents with the retrievers of
     ``quick`` unless flags say otherwise.
     """
+    if suite is not None:
+        check_text(suite, "suite")
     flags = {key: value for key, value in flags.items() if value is not None}
     custom = suite is None and "benchmark" in flags
     keys = load(suite or (QUICK if custom else DEFAULT))
@@ -167,7 +169,7 @@ def assemble(suite: str | None, flags: Mapping[str, Any]) -> Suite:
         benchmarks=tuple(specs),
         sizes=tuple(sizes),
         retrievers=tuple(retrievers),
-        cutoffs=tuple(sorted(parse_numbers(given.get("k", Suite.cutoffs), "-k", 1))),
+        cutoffs=_cutoffs(given.get("k", Suite.cutoffs)),
         seeds=parse_numbers(given.get("seed", Suite.seeds), "--seed", 0),
         queries=None if queries is None else _one(queries, "--queries", 1),
         device=_device(given.get("device", "auto")),
@@ -185,6 +187,13 @@ def _specs(values: Any, kind: str, where: str) -> list[Spec]:
     if not values:
         raise UsageError(f"{where}: no {kind} is named")
     return [spec_of(value, f"{where}: {kind}") for value in values]
+
+
+def _cutoffs(value: Any) -> tuple[int, ...]:
+    cutoffs = tuple(sorted(parse_numbers(value, "-k", 1)))
+    if len(str(cutoffs[-1])) > 9:  # as in the name of a metric
+        raise UsageError(f"-k: expected numbers of at most 9 digits, got {value!r}")
+    return cutoffs
 
 
 def _one(value: Any, flag: str, lowest: int) -> int:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from icr_bench.harness import cell
 from icr_bench.harness.metrics import canonical
-from icr_bench.retrievers.base import Document, MissingExtra, Ranking, Retriever
+from icr_bench.retrievers.base import BadRanking, Document, MissingExtra, Ranking, Retriever, check_rankings
 
 TEXTS = [
     "Ada Brown likes Quokkas, River Otters and Candle Making.",
@@ -26,6 +25,9 @@ LONG = "word " * 600
 
 TOLERANCE = 1e-3
 """Relative difference allowed between scores of the same query alone and in a batch."""
+
+HALF_TOLERANCE = 1e-2
+"""The same in bfloat16 and float16, where a processor rounds products of few rows and of many differently."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,13 @@ def validate(make: Callable[[], Retriever]) -> list[Result]:
 
 def _why(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    place = "" if isinstance(error, (AssertionError, cell.BadRanking)) else f" ({frame.filename}:{frame.lineno})"
+    place = "" if isinstance(error, (AssertionError, BadRanking)) else f" ({frame.filename}:{frame.lineno})"
     return f"{type(error).__name__}: {error}{place}" if place else str(error)
+
+
+def _tolerance(retriever: Retriever) -> float:
+    """By what the retriever, or a part of it, says that it computes in."""
+    return HALF_TOLERANCE if "float16" in repr(retriever.settings()) else TOLERANCE
 
 
 def _corpus(texts: Sequence[str]) -> list[Document]:
@@ -71,7 +78,7 @@ def _corpus(texts: Sequence[str]) -> list[Document]:
 
 
 def _ask(retriever: Retriever, queries: Sequence[str], k: int, n: int) -> list[Ranking]:
-    return cell.check(retriever.search(queries, k), len(queries), n, k)
+    return check_rankings(retriever.search(queries, k), len(queries), n, k)
 
 
 def _expect(holds: bool, got: object, expected: str) -> None:
@@ -116,8 +123,8 @@ def batches(retriever: Retriever) -> None:
     for query, batched in zip(QUERIES, _ask(retriever, QUERIES, n, n), strict=True):
         alone = _ask(retriever, [query], n, n)[0]
         one, other = (dict(zip(r.numbers, r.scores, strict=True)) for r in (alone, batched))
-        largest = max([1.0, *map(abs, one.values())])
-        close = one.keys() == other.keys() and all(abs(one[d] - other[d]) <= TOLERANCE * largest for d in one)
+        bound = _tolerance(retriever) * max([1.0, *map(abs, one.values())])
+        close = one.keys() == other.keys() and all(abs(one[d] - other[d]) <= bound for d in one)
         _expect(close, f"{other} in a batch but {one} alone for {query!r}", "the same documents and scores")
 
 
@@ -128,7 +135,7 @@ def prefix(retriever: Retriever) -> None:
     for query, few, many in zip(QUERIES, _ask(retriever, QUERIES, 2, n), _ask(retriever, QUERIES, n, n), strict=True):
         best = [many.scores[p] for p in canonical(many.numbers, many.scores)][: len(few.scores)]
         got = sorted(few.scores, reverse=True)
-        close = all(abs(a - b) <= TOLERANCE * max(1.0, abs(a)) for a, b in zip(best, got, strict=True))
+        close = all(abs(a - b) <= _tolerance(retriever) * max(1.0, abs(a)) for a, b in zip(best, got, strict=True))
         _expect(close, f"scores {got} for k=2 but {best} at the head of k={n} for {query!r}", "the same")
 
 

@@ -188,6 +188,7 @@ class Attention(Retriever):
             "chosen_by": self._chosen_by,
             "prompt": asdict(self._settings) | self._prompt.shown(),
             "digits": self._prompt.digits,
+            "dtype": str(backbone.dtype).removeprefix("torch."),
             "attention": kernel_name(backbone.head_dim, backbone.dtype, backbone.device.type),
             **self._corpus.settings(),
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,7 +12,7 @@ from typing import Any, NewType
 
 from icr_bench.benchmarks.base import Document
 
-__all__ = ["Document", "Estimate", "Inner", "MissingExtra", "Ranking", "Retriever"]
+__all__ = ["BadRanking", "Document", "Estimate", "Inner", "MissingExtra", "Ranking", "Retriever", "check_rankings"]
 
 
 class MissingExtra(ImportError):
@@ -18,6 +20,7 @@ class MissingExtra(ImportError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed; pip install 'icr-bench[{extra}]'")
+        self.package, self.extra = package, extra
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,44 @@ class Ranking:
     scores: Sequence[float]
     error: str = ""
     seconds: float | None = field(default=None, compare=False)
+
+
+class BadRanking(ValueError):
+    """A retriever broke the contract of `search`."""
+
+
+def check_rankings(rankings: Any, queries: int, documents: int, k: int) -> list[Ranking]:
+    """What `search` returned for so many queries over so many documents, as plain numbers.
+
+    Raises:
+        BadRanking: what was got and expected.
+    """
+    if not isinstance(rankings, list) or not all(isinstance(ranking, Ranking) for ranking in rankings):
+        raise BadRanking(f"search must return a list of Ranking, got {rankings!r:.100}")
+    if len(rankings) != queries:
+        raise BadRanking(f"search returned {len(rankings)} rankings for {queries} queries")
+    checked = []
+    for ranking in rankings:
+        if len(ranking.numbers) != len(ranking.scores):
+            raise BadRanking(f"a ranking has {len(ranking.numbers)} numbers but {len(ranking.scores)} scores")
+        if len(ranking.numbers) > k:
+            raise BadRanking(f"a ranking has {len(ranking.numbers)} documents, more than k={k}")
+        try:
+            numbers = [operator.index(number) for number in ranking.numbers]
+            scores = [float(score) for score in ranking.scores]
+        except (TypeError, ValueError, OverflowError) as error:
+            raise BadRanking(f"a ranking holds something that is no number: {error}") from None
+        for number in numbers:
+            if not 0 <= number < documents:
+                raise BadRanking(f"a ranking names document {number}; the corpus has 0 to {documents - 1}")
+        if len(set(numbers)) < len(numbers):
+            repeated = next(number for number in numbers if numbers.count(number) > 1)
+            raise BadRanking(f"a ranking names document {repeated} more than once")
+        for score in scores:
+            if not math.isfinite(score):
+                raise BadRanking(f"a ranking holds the score {score}; scores must be finite")
+        checked.append(Ranking(numbers, scores, str(ranking.error or ""), ranking.seconds))
+    return checked
 
 
 @dataclass(frozen=True, slots=True)

@@ -308,6 +308,7 @@ class BlockSearch(Retriever):
             "layers": engine.backbone.depth,
             "prompt": asdict(self._settings) | self._prompt.shown(),
             "digits": self._prompt.digits,
+            "dtype": str(engine.backbone.dtype).removeprefix("torch."),
             "attention": kernel_name(engine.backbone.head_dim, engine.backbone.dtype, engine.backbone.device.type),
             **self._corpus.settings(),
         }

@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from icr_bench.retrievers.base import Document, MissingExtra, Ranking, Retriever
 from icr_bench.retrievers.top import top_k
 
+MOST_K1 = 1e30
+"""With more, scores are below what float32 holds, and nothing would be found."""
+
 
 class _Backend(Protocol):
     def scores(self, tokens: list[str]) -> tuple[NDArray[np.floating], NDArray[np.integer]]:
@@ -55,8 +58,8 @@ class BM25(Retriever):
         stopwords: Literal["none", "english"] = "none",
         stemmer: str = "none",
     ) -> None:
-        if not (k1 >= 0 and np.isfinite(k1)):
-            raise ValueError(f"k1 must be 0 or more, got {k1}")
+        if not 0 <= k1 <= MOST_K1:
+            raise ValueError(f"k1 must be {f'{MOST_K1:g} at most' if k1 > 0 else '0 or more'}, got {k1}")
         if not 0 <= b <= 1:
             raise ValueError(f"b must be between 0 and 1, got {b}")
         try:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from icr_bench.retrievers.base import Document, Inner, Ranking, Retriever
+from icr_bench.retrievers.base import Document, Inner, Ranking, Retriever, check_rankings
 from icr_bench.retrievers.top import top_k
 from icr_bench.retrievers.weights import Model, locate
 
@@ -20,8 +22,9 @@ class _Combined(Retriever):
     """What a retriever of others does with all of them alike. Tokens are those of the first that reads a text only in
     part, or of the first."""
 
-    def __init__(self, parts: Sequence[Retriever]) -> None:
+    def __init__(self, parts: Sequence[Retriever], others: Sequence[Retriever] = ()) -> None:
         self._parts = parts
+        self.asks_once = any(part.asks_once for part in (*parts, *others))
 
     def load(self) -> None:
         for part in self._parts:
@@ -34,6 +37,15 @@ class _Combined(Retriever):
 
     def token_spans(self, texts: Sequence[str]) -> list[list[tuple[int, int]]]:
         return self._reader.token_spans(texts)
+
+    def _ask(self, part: Retriever, queries: Sequence[str], k: int, count: int) -> list[Ranking]:
+        """A part's rankings over so many documents, checked; where answers cost money, with what each took."""
+        start = time.perf_counter()
+        found = check_rankings(part.search(queries, k), len(queries), count, k)
+        if part.asks_once or not self.asks_once:
+            return found
+        each = (time.perf_counter() - start) / max(len(queries), 1)
+        return [replace(ranking, seconds=each) for ranking in found]
 
     def _index(self, parts: Sequence[Retriever], documents: Sequence[Document]) -> None:
         for number, part in enumerate(parts):
@@ -70,7 +82,7 @@ class Hybrid(_Combined):
 
     def search(self, queries: Sequence[str], k: int) -> list[Ranking]:
         depth = min(max(self._depth, k), self._count)
-        found = [part.search(queries, depth) for part in self._parts]
+        found = [self._ask(part, queries, depth, self._count) for part in self._parts]
         return [self._fused(rankings, k) for rankings in zip(*found, strict=True)]
 
     def _fused(self, rankings: Sequence[Ranking], k: int) -> Ranking:
@@ -81,7 +93,7 @@ class Hybrid(_Combined):
         numbers = np.array(sorted(scores), dtype=np.int64)
         best = top_k(np.array([scores[number] for number in numbers.tolist()]), k)
         error = "; ".join(dict.fromkeys(ranking.error for ranking in rankings if ranking.error))
-        return Ranking(numbers[best.numbers].tolist(), best.scores, error)
+        return Ranking(numbers[best.numbers].tolist(), best.scores, error, _together(rankings))
 
     def index_bytes(self) -> int:
         return sum(part.index_bytes() for part in self._parts)
@@ -120,7 +132,7 @@ class Rerank(_Combined):
         for name, value in (("m", m), ("batch_size", batch_size), ("max_length", max_length)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or more, got {value}")
-        super().__init__([first])
+        super().__init__([first], [] if by is None else [by])
         self._first, self._by, self._model_name = first, by, model
         self._m, self._max_length, self._batch_size = m, max_length, batch_size
         self._device, self._dtype = device, dtype
@@ -150,20 +162,24 @@ class Rerank(_Combined):
         self._texts = [document.text for document in documents]
 
     def search(self, queries: Sequence[str], k: int) -> list[Ranking]:
-        found = self._first.search(queries, min(max(self._m, 1), len(self._texts))) if queries else []
+        count = len(self._texts)
+        found = self._ask(self._first, queries, min(self._m, count), count) if queries else []
         return [self._again(query, ranking, k) for query, ranking in zip(queries, found, strict=True)]
 
     def _again(self, query: str, ranking: Ranking, k: int) -> Ranking:
         numbers = np.array(sorted(ranking.numbers), dtype=np.int64)
         if ranking.error or not len(numbers):
-            return Ranking([], [], ranking.error)
+            return Ranking([], [], ranking.error, ranking.seconds)
+        start = time.perf_counter()
         texts = [self._texts[number] for number in numbers.tolist()]
         if self._by is None:
             best = top_k(self._scores(query, texts), k)
         else:
             self._by.index([Document(place, text) for place, text in enumerate(texts)])
-            (best,) = self._by.search([query], min(k, len(texts)))
-        return Ranking(numbers[list(best.numbers)].tolist(), best.scores, best.error)
+            (best,) = self._ask(self._by, [query], min(k, len(texts)), len(texts))
+        if self.asks_once and not (self._by and self._by.asks_once):
+            best = replace(best, seconds=time.perf_counter() - start)
+        return Ranking(numbers[list(best.numbers)].tolist(), best.scores, best.error, _together([ranking, best]))
 
     def _scores(self, query: str, texts: Sequence[str]) -> Any:
         import torch
@@ -191,6 +207,12 @@ class Rerank(_Combined):
             "device": str(self._encoder.device),
             "dtype": self._dtype,
         }
+
+
+def _together(rankings: Sequence[Ranking]) -> float | None:
+    """What rankings took in all; None where one does not tell, or was kept from before."""
+    told = [ranking.seconds for ranking in rankings if ranking.seconds is not None]
+    return sum(told) if len(told) == len(rankings) else None
 
 
 def _ordered(ranking: Ranking) -> list[int]:

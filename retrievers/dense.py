@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from icr_bench.retrievers.base import Document, MissingExtra, Ranking, Retriever
 from icr_bench.retrievers.rows import row
-from icr_bench.retrievers.top import top_k
+from icr_bench.retrievers.top import check_finite, top_k
 from icr_bench.retrievers.weights import Model, locate
 
 if TYPE_CHECKING:
@@ -105,7 +105,11 @@ class Dense(Retriever):
         return self._encoder.prompts[name] or "" if name else ""
 
     def encode(self, texts: Sequence[str], kind: Literal["query", "document"]) -> Floats:
-        """A vector of each text, (n, dimensions)."""
+        """A vector of each text, (n, dimensions).
+
+        Raises:
+            FloatingPointError: some hold values that are not finite.
+        """
         encode = self._encoder.encode_query if kind == "query" else self._encoder.encode_document
         vectors = encode(
             list(texts),
@@ -115,7 +119,9 @@ class Dense(Retriever):
             show_progress_bar=False,
             convert_to_numpy=True,
         )
-        return np.ascontiguousarray(vectors, dtype=np.float32)
+        found = np.ascontiguousarray(vectors, dtype=np.float32)
+        check_finite(found, "queries" if kind == "query" else "documents")  # faiss would leave some out in silence
+        return found
 
     def index(self, documents: Sequence[Document]) -> None:
         parts = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from icr_bench.retrievers.base import Document, MissingExtra, Ranking, Retriever
+from icr_bench.retrievers.bm25 import MOST_K1
 
 JAVA = 17
 """The oldest Java that is tested."""
@@ -58,8 +58,8 @@ class Lucene(Retriever):
         stemmer: Literal["porter", "krovetz", "none"] = "porter",
         threads: int = 1,
     ) -> None:
-        if not (k1 >= 0 and math.isfinite(k1)):
-            raise ValueError(f"k1 must be 0 or more, got {k1}")
+        if not 0 <= k1 <= MOST_K1:
+            raise ValueError(f"k1 must be {f'{MOST_K1:g} at most' if k1 > 0 else '0 or more'}, got {k1}")
         if not 0 <= b <= 1:
             raise ValueError(f"b must be between 0 and 1, got {b}")
         if threads < 1:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from icr_bench.retrievers.base import Document, MissingExtra, Ranking, Retriever
-from icr_bench.retrievers.top import top_k
+from icr_bench.retrievers.top import OVERFLOW, top_k
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -276,6 +276,8 @@ def _dataset(texts: Iterable[str]) -> Any:
 
 
 def _ranking(found: dict[str, float], k: int, seconds: float | None) -> Ranking:
+    if bad := sum(not math.isfinite(score) for score in found.values()):
+        raise FloatingPointError(f"{bad:,} of {len(found):,} documents have a score that is not finite: {OVERFLOW}")
     best = sorted((-float(score), int(number)) for number, score in found.items())[:k]
     return Ranking([number for _, number in best], [-score for score, _ in best], seconds=seconds)
 

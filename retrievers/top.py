@@ -7,6 +7,18 @@ from numpy.typing import NDArray
 
 from icr_bench.retrievers.base import Ranking
 
+OVERFLOW = "a model's values overflow its type, for which --dtype float32 helps, or its weights are damaged"
+
+
+def check_finite(vectors: NDArray[np.floating], what: str) -> None:
+    """Check vectors, (n, dimensions).
+
+    Raises:
+        FloatingPointError: some hold a value that is not finite, by which they would rank nowhere, or first.
+    """
+    if bad := len(vectors) - int(np.isfinite(vectors).all(axis=1).sum()):
+        raise FloatingPointError(f"{bad:,} of {len(vectors):,} {what} hold values that are not finite: {OVERFLOW}")
+
 
 def top_k(scores: NDArray[np.floating], k: int, among: NDArray[np.integer] | None = None) -> Ranking:
     """The k best documents by score, then by number.
@@ -22,8 +34,7 @@ def top_k(scores: NDArray[np.floating], k: int, among: NDArray[np.integer] | Non
     kept = scores[numbers]
     if len(kept) and np.isnan(kept.max()):
         raise FloatingPointError(
-            f"{np.isnan(kept).sum():,} of {len(kept):,} documents have a score that is no number: a model's values "
-            "overflow its type, for which --dtype float32 helps, or its weights are damaged"
+            f"{np.isnan(kept).sum():,} of {len(kept):,} documents have a score that is no number: {OVERFLOW}"
         )
     if k < len(numbers):
         threshold = np.partition(kept, len(kept) - k)[len(kept) - k]

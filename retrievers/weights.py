@@ -57,7 +57,7 @@ def identify(model: str) -> str:
     if Path(name).exists():
         return f"sha256:{digest(Path(name))}"
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.file_download import repo_folder_name
 
     try:
@@ -65,7 +65,7 @@ def identify(model: str) -> str:
             return f"hub:{HfApi().model_info(name, revision=revision).sha}"
     except HFValidationError:
         raise OSError(f"{model}: neither a local folder or file nor a hub id (org/name)") from None
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError):
+    except Exception:  # the hub's client raises many kinds
         pass  # no network, or no such model: the cache decides
     cached = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
     pointer = cached / "refs" / (revision or "main")

@@ -35,6 +35,9 @@ class Rounded(nn.Module):
     """A linear map that stays as it is and multiplies in bfloat16, with float32 before and after: twice as fast on
     processors that have instructions for it, slower on others."""
 
+    weight: Tensor
+    bias: Tensor | None
+
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         self.register_buffer("weight", base.weight.detach().bfloat16())

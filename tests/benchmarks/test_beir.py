@@ -295,6 +295,17 @@ def test_a_score_is_written_in_plain_digits(tmp_path: Path, score: str) -> None:
         beir(path=layout(tmp_path, {"qrels/test.tsv": f"{QRELS}q1\td2\t{score}\n"}))
 
 
+@pytest.mark.parametrize("score", ["2147483648", "-2147483648", "1" + "0" * 400, "9" * 5_000], ids=len)
+def test_a_score_beyond_all_reason_is_refused(tmp_path: Path, score: str) -> None:
+    with pytest.raises(DataError, match=r"test\.tsv:5: the score must be 2,147,483,647 at most, got -?\d+$"):
+        beir(path=layout(tmp_path, {"qrels/test.tsv": f"{QRELS}q1\td2\t{score}\n"}))
+
+
+def test_the_largest_score_is_a_gain(tmp_path: Path) -> None:
+    read = beir(path=layout(tmp_path, {"qrels/test.tsv": f"{QRELS}q1\td2\t2147483647\n"}))
+    assert read.judgments["q1"]["d2"] == 2**31 - 1
+
+
 @pytest.mark.parametrize("row", [r'{"_id": "d\ud800", "text": "x"}', r'{"_id": "d4", "text": "\udc00"}'])
 def test_text_that_is_no_unicode_is_a_malformed_line(tmp_path: Path, row: str) -> None:
     with pytest.raises(DataError, match=r"corpus\.jsonl:5: "):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,15 @@ def curve(role: str, values: Mapping[int, float], latency: Mapping[int, float] |
     """One whose first queries are right, as many as the values say."""
     rows = np.array([np.arange(COUNT) < round(share * COUNT) for share in values.values()], float)
     machine = {"machine": {"id": "one"}}
-    records = tuple({"n": n, "time": {"query_p50_s": (latency or {}).get(n)}, "environment": machine} for n in values)
+    records = tuple(
+        {
+            "n": n,
+            "time": {"query_p50_s": (latency or {}).get(n)},
+            "environment": machine,
+            "fingerprint": {"data": f"of {n}"},
+        }
+        for n in values
+    )
     return Curve("b", role.upper(), 0, QUERIES, tuple(values), rows, records)
 
 
@@ -80,7 +89,8 @@ def test_rows_that_answer_nothing_any_more_are_compared_where_they_did() -> None
 def test_few_queries_cannot_tell() -> None:
     rng = np.random.default_rng(0)
     own = {role: curve(role, {900: 0.5}) for role in ("base", "position")}
-    mixed = Curve("b", "POSITION", 0, QUERIES, (900,), rng.permutation(own["position"].values[0])[None], ())
+    values, records = rng.permutation(own["position"].values[0])[None], own["position"].records
+    mixed = Curve("b", "POSITION", 0, QUERIES, (900,), values, records)
     found = judged("random codes", base=own["base"], position=mixed)
     assert found.verdict == "cannot be told"
 
@@ -188,6 +198,13 @@ def test_other_queries_are_refused() -> None:
         judged("random codes", base=curve("base", {9: 0.5}), position=other)
 
 
+def test_other_data_are_refused() -> None:
+    other = curve("position", {9: 0.9})
+    other.records[0]["fingerprint"]["data"] = "of others"
+    with pytest.raises(claims.UsageError, match="or of other data"):
+        judged("random codes", base=curve("base", {9: 0.5}), position=other)
+
+
 TinyModel = Callable[..., Path]
 
 
@@ -219,6 +236,29 @@ def test_from_records_to_markdown(tiny_model: TinyModel, tmp_path: Path, capsys:
     assert "two cells of limit, N=46, toy, seed 0" in capsys.readouterr().err
     assert main(["claims", str(tmp_path / "claims.yaml")]) == 0
     assert capsys.readouterr().out == page.replace(f" -o {tmp_path / 'claims.md'}", "")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "problem"),
+    [
+        (("diagnosis", "r_sum"), None, "diagnosis.r_sum: expected a list, got None"),
+        (("diagnosis", "r_any"), [], "diagnosis.r_any: expected a value for each of 6 layers, got 0"),
+        (("diagnosis", "layers"), "x", "diagnosis.layers: expected a list, got 'x'"),
+        (("diagnosis", "digit"), [0.5] * 6, "diagnosis.digit[0]: expected an object or null, got 0.5"),
+        (("diagnosis", "chance"), {"r_sum": "x"}, "diagnosis.chance['r_sum']: expected a number, got 'x'"),
+        (("config", "look"), None, "config.look: expected an object, got None"),
+        (("queries", "declared"), None, "queries.declared: expected a whole number, got None"),
+    ],
+)
+def test_a_damaged_diagnosis_is_a_data_error(
+    path: tuple[str, str], value: object, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = json.loads((Path(__file__).parents[2] / "results" / "records" / "tiny-diagnosis.json").read_text())
+    told["cells"][1][path[0]][path[1]] = value
+    (tmp_path / "damaged.json").write_text(json.dumps(told))
+    (tmp_path / "claims.yaml").write_text("records: [damaged.json]\nfamilies: {f: {base: blocksearch, trained: 9}}\n")
+    assert main(["claims", str(tmp_path / "claims.yaml")]) == 3
+    assert f"damaged.json: no baseline (cell 2 of {len(told['cells'])}: {problem})" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -236,7 +237,7 @@ def test_a_small_difference_is_no_evidence(run: Run, cli: Cli) -> None:
     assert cli("compare", run("known:right=55,label=known"), run("known:right=53,label=known")).code == 0
 
 
-@pytest.mark.parametrize(("tolerance", "code"), [("0.05", 1), ("0.3", 0), ("5%", 1), ("30%", 0)])
+@pytest.mark.parametrize(("tolerance", "code"), [("0.05", 1), ("0.2", 0), ("0.3", 0), ("5%", 1), ("30%", 0)])
 def test_tolerance_is_an_amount_or_a_share(run: Run, cli: Cli, tolerance: str, code: int) -> None:
     base, new = run("known:right=55,label=known", "bm25"), run("known:right=40,label=known", "bm25")
     assert cli("compare", base, new, "--metric", "hit@1", "--tolerance", f"hit@1={tolerance}").code == code
@@ -247,6 +248,15 @@ def test_within_the_tolerance_nothing_is_better_or_worse(run: Run) -> None:
     for base, new in ((lower, higher), (higher, lower)):
         (found,) = compare(base, new, ["hit@1"], {"hit@1": Tolerance(0.2, False)}).pairs[0].differences
         assert (found.p, found.better, found.worse) == (1.0, False, False)
+
+
+def test_the_evidence_is_of_what_the_difference_is_beyond_the_tolerance(run: Run) -> None:
+    base, new = read(run("known:right=55,label=known", "bm25")), read(run("known:right=40,label=known", "bm25"))
+    (found,) = compare(base, new, ["hit@1"], {"hit@1": Tolerance(0.2, True)}).pairs[0].differences
+    assert found.tolerance == pytest.approx(0.2 * 55 / 60)
+    beyond = np.array([0.0] * 40 + [-1.0] * 15 + [0.0] * 5) + found.tolerance
+    assert found.p == pytest.approx(randomisation(beyond, 10_000), abs=0.02)
+    assert found.p > 0.1
 
 
 def test_changed_weights_are_told(run: Run) -> None:
@@ -300,6 +310,52 @@ def test_the_same_data_under_another_name_is_compared(run: Run, shared: Path, cl
     answer = cli("compare", run("bm25"), out)
     assert answer.code == 0
     assert "missing" not in answer.out
+
+
+def test_a_run_whose_benchmarks_share_their_data_pairs_every_cell_with_itself(shared: Path, cli: Cli) -> None:
+    out, data = shared / "twice", shared / "data"
+    asked = [f"beir:path={data},label={label}" for label in ("whole", "cut,max_tokens=1", "other,exclude_self=true")]
+    chosen = [part for spec in asked for part in ("-b", spec)]
+    assert cli("run", *chosen, "-n", "80,all", "-k", "1,10", "-r", "bm25", "-o", out).code == 0
+    assert cli("baseline", out, "-o", shared / "twice.json").code == 0
+    for side in (out, shared / "twice.json"):
+        answer = cli("compare", side, out, "--json", shared / "told.json")
+        assert answer.code == 0
+        cells = json.loads((shared / "told.json").read_text())["cells"]
+        assert [(c["benchmark"], c["n"]) for c in cells] == [
+            (name, n) for name in ("whole", "cut", "other") for n in (80, 120)
+        ]
+        assert all(c["status"] == "compared" and not c["options"] and not c["changed"] for c in cells)
+        assert all(d["difference"] == 0 for c in cells for d in c["differences"])
+
+
+def relabelled(entry: Entry, benchmark: str, **options: object) -> Entry:
+    """The same cell of a benchmark of another name, with other options."""
+    told = json.loads(json.dumps(entry.record))
+    told["benchmark"] = benchmark
+    told["config"]["benchmark"]["resolved"] |= options
+    return Entry(told, entry.graded)
+
+
+def test_equal_data_under_other_names_pair_only_where_no_other_cell_has_them(run: Run) -> None:
+    (own,) = read(run("bm25"))
+    cut = relabelled(own, "cut", max_tokens=1)
+    (pair,) = compare([own], [cut]).pairs
+    assert (pair.status, pair.options) == ("compared", {"benchmark max_tokens": [None, 1]})
+    assert "benchmark max_tokens=None -> 1" in module.text(compare([own], [cut]))
+    one, other = relabelled(own, "one"), relabelled(own, "other")
+    for base, new in (([own], [one, other]), ([one, other], [own])):
+        told = [pair.status for pair in compare(base, new).pairs]
+        assert "compared" not in told
+    assert [pair.status for pair in compare([own, one], [own, other]).pairs] == ["compared", "compared"]
+
+
+def test_cells_of_other_seeds_are_not_paired(run: Run) -> None:
+    (own,) = read(run("bm25"))
+    other = Entry(own.record | {"seed": 1}, own.graded)
+    assert [pair.status for pair in compare([own], [other]).pairs] == ["missing", "new"]
+    assert [pair.status for pair in compare([own, other], [other, own]).pairs] == ["compared"] * 2
+    assert [pair.seed for pair in compare([own, other], [other, own]).pairs] == [0, 1]
 
 
 def doctored(entries: list[Entry], machine: str | None = None, **changes: float) -> list[Entry]:
@@ -379,7 +435,10 @@ def test_tolerance_of_a_metric_that_is_not_compared(run: Run, cli: Cli) -> None:
         ("", "no baseline"),
         ("[]", "no baseline"),
         ('{"icr-bench baseline": 9}', "format 9, expected 1"),
-        ('{"icr-bench baseline": 1, "cells": [{"n": 1}]}', "a cell without benchmark, retriever"),
+        ('{"icr-bench baseline": 1}', "no 'cells'"),
+        ('{"icr-bench baseline": 1, "cells": {}}', "cells: expected a list, got {}"),
+        ('{"icr-bench baseline": 1, "cells": [7]}', "cell 1 of 1: the whole: expected an object, got 7"),
+        ('{"icr-bench baseline": 1, "cells": [{"n": 1}]}', "cell 1 of 1: benchmark is missing"),
     ],
 )
 def test_bad_baselines_are_data_errors(tmp_path: Path, cli: Cli, run: Run, text: str, part: str) -> None:
@@ -387,6 +446,123 @@ def test_bad_baselines_are_data_errors(tmp_path: Path, cli: Cli, run: Run, text:
     answer = cli("compare", tmp_path / "base.json", run("bm25"))
     assert answer.code == 3
     assert part in answer.err
+
+
+Damage = tuple[str, ...]
+GONE = object()
+
+
+def put(record: Any, path: Damage, value: object) -> Any:
+    """A copy in which a key has another value, or is gone."""
+    copy = json.loads(json.dumps(record))
+    *above, last = path
+    inner = copy
+    for key in above:
+        inner = inner[key]
+    if value is GONE:
+        del inner[last]
+    else:
+        inner[last] = value
+    return copy
+
+
+IN_BOTH: list[tuple[Damage, object, str]] = [
+    (("n",), "80", "n: expected a whole number, got '80'"),
+    (("n",), 0, "n: expected 1 or more, got 0"),
+    (("seed",), True, "seed: expected a whole number, got True"),
+    (("fingerprint",), GONE, "fingerprint is missing"),
+    (("fingerprint", "data"), None, "fingerprint.data: expected text, got None"),
+    (("config", "benchmark", "resolved", "relevant"), GONE, "config.benchmark.resolved.relevant is missing"),
+    (("config", "k"), 10, "config.k: expected a list, got 10"),
+    (("config", "k"), [], "config.k: expected one cut-off or more, got none"),
+    (("environment", "machine", "id"), GONE, "environment.machine.id is missing"),
+    (("metrics",), None, "metrics: expected an object, got None"),
+    (("metrics", "hit@1", "low"), "x", "metrics['hit@1'].low: expected a number, got 'x'"),
+    (("time",), None, "time: expected an object, got None"),
+    (("time", "query_p50_s"), "fast", "time.query_p50_s: expected a number or null, got 'fast'"),
+    (("memory", "index_bytes"), None, "memory.index_bytes: expected a whole number, got None"),
+]
+
+
+def commands(damaged: Path, whole: Path, out: Path) -> list[list[object]]:
+    """All that read cells."""
+    found: list[list[object]] = [["compare", damaged, whole], ["compare", whole, damaged], ["claims", out / "c.yaml"]]
+    (out / "c.yaml").write_text(f"records: [{damaged}]\nfamilies: {{f: {{base: bm25, trained: 8}}}}\n")
+    if damaged.is_dir():
+        found += [["table", damaged], ["curve", damaged], ["recommend", damaged, "-n", "80"], ["export", damaged]]
+        found += [["baseline", damaged, "-o", out / "b.json"], ["report", damaged, "-o", out / "r.html"]]
+        found += [["plot", damaged, "-o", out / "p.svg"]]
+    return found
+
+
+@pytest.mark.parametrize(("path", "value", "part"), IN_BOTH)
+def test_a_damaged_cell_is_a_data_error(
+    run: Run, cli: Cli, tmp_path: Path, path: Damage, value: object, part: str
+) -> None:
+    whole = run("bm25")
+    (record,) = (json.loads(line) for line in (whole / "cells.jsonl").read_text().splitlines())
+    shutil.copytree(whole, tmp_path / "run")
+    write(tmp_path / "run" / "cells.jsonl", put(record, path, value))
+    assert cli("baseline", whole, "-o", tmp_path / "base.json").code == 0
+    told = json.loads((tmp_path / "base.json").read_text())
+    write(tmp_path / "base.json", told | {"cells": [put(told["cells"][0], path, value)]})
+    for damaged, where in (("run", "cells.jsonl:1: not a record of a cell ("), ("base.json", "(cell 1 of 1: ")):
+        for command in commands(tmp_path / damaged, whole, tmp_path):
+            answer = cli(*command)
+            assert answer.code == 3, command
+            assert f"{tmp_path / damaged}" in answer.err
+            assert f"{where}{part})" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("answers", "part"),
+    [
+        (GONE, "answers: expected an object, got None"),
+        ({"queries": [], "ranked": [], "judged": []}, "1 or more, got 0, 0 and 0"),
+        ({"queries": ["q"], "ranked": [], "judged": [[1]]}, "got 1, 0 and 1"),
+        ({"queries": ["q"], "ranked": [["d"]], "judged": [[1]]}, "answers.ranked[0][0]: expected a whole number"),
+        ({"queries": ["q"], "ranked": [[1]]}, "answers.judged is missing"),
+    ],
+)
+def test_a_finished_cell_of_a_baseline_has_its_answers(
+    run: Run, cli: Cli, tmp_path: Path, answers: object, part: str
+) -> None:
+    assert cli("baseline", run("bm25"), "-o", tmp_path / "base.json").code == 0
+    told = json.loads((tmp_path / "base.json").read_text())
+    write(tmp_path / "base.json", told | {"cells": [put(told["cells"][0], ("answers",), answers)]})
+    answer = cli("compare", tmp_path / "base.json", run("bm25"))
+    assert answer.code == 3
+    assert part in answer.err
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "part"),
+    [
+        ("rankings", None, "cannot be read"),
+        ("rankings", "", "holds nothing; run with --fresh"),
+        ("rankings", '{"query": "q0", "documents": [], "scores": []}\n', "holds no ranking of the query 'q1'"),
+        ("rankings", '{"query": "q0", "documents": ["d0"], "scores": []}\n', "has 1 documents but 0 scores"),
+        ("rankings", '{"query": "q0"}\n', ":1: documents is missing"),
+        ("rankings", "{\n", ":1: Expecting property name"),
+        ("judgments", "", "holds nothing"),
+        ("judgments", '\n{"query": "q0", "judgments": {"d0": "1"}}\n', ":2: judgments['d0']: expected a whole number"),
+        ("judgments", "\udcff", "is not UTF-8"),
+    ],
+)
+def test_a_finished_cell_of_a_run_has_its_answers(
+    run: Run, cli: Cli, tmp_path: Path, kind: str, text: str | None, part: str
+) -> None:
+    shutil.copytree(run("bm25"), tmp_path / "run")
+    (file,) = (tmp_path / "run" / kind).iterdir()
+    if text is None:
+        file.unlink()
+    else:
+        file.write_text(text, errors="surrogateescape")
+    for command in (["compare", tmp_path / "run", run("bm25")], ["export", tmp_path / "run"]):
+        answer = cli(*command)
+        assert answer.code == 3
+        assert f"{file}" in answer.err
+        assert part in answer.err
 
 
 def test_neither_run_nor_baseline(tmp_path: Path, cli: Cli, run: Run) -> None:

@@ -28,6 +28,7 @@ from icr_bench.harness.curve import (
 )
 from icr_bench.harness.errors import UsageError
 from icr_bench.harness.recommend import Wish, advise, exit_code, parse_seconds
+from icr_bench.harness.recommend import as_json as advice_json
 from icr_bench.harness.recommend import text as advice_text
 
 QUERIES = 200
@@ -42,6 +43,12 @@ def record(
         "n": n,
         "retriever": retriever,
         "seed": seed,
+        "status": "ok",
+        "config": {
+            "benchmark": {"name": "b", "resolved": {"relevant": 1}},
+            "retriever": {"name": retriever, "resolved": {"k1": 0.9}},
+        },
+        "fingerprint": {"data": f"{n} of {seed}"},
         "time": {"query_p50_s": latency / 2, "query_p95_s": latency, "queries_per_s": 1 / latency, "index_s": n / 100},
         "memory": {"index_bytes": n * 1000, "peak_rss_bytes": memory, "device_peak_bytes": None},
         "environment": {
@@ -131,6 +138,52 @@ def test_a_crossover_is_where_the_leader_loses_its_lead() -> None:
         crossover(falling, curve({100: 0.5, 10_000: 0.1}, queries=100))
 
 
+def test_curves_of_other_seeds_or_data_are_not_paired() -> None:
+    asked = [f"q{i}" for i in range(QUERIES)]
+
+    def pair(**changes: Any) -> list[Entry]:
+        one = [entry(n, right, asked, retriever="one") for n, right in ((46, 180), (500, 100))]
+        other = [entry(n, right, asked, retriever="other", **changes) for n, right in ((46, 100), (500, 180))]
+        return one + other
+
+    assert json.loads(as_json(pair(), "hit@1", [0.9]))["crossovers"]
+    assert "leads" in text(pair(), "hit@1", [0.9]).partition("seconds per")[0]
+    seeds, other = pair(seed=1), pair()
+    other[3].record["fingerprint"]["data"] = "others"
+    for entries in (seeds, other):
+        assert json.loads(as_json(entries, "hit@1", [0.9]))["crossovers"] == []
+        assert "leads" not in text(entries, "hit@1", [0.9]).partition("seconds per")[0]
+        found = curves(entries, "hit@1")
+        with pytest.raises(UsageError, match="same queries, seed and data"):
+            crossover(*found)
+        (advice,) = advise(found, Wish(500, "hit@1"))
+        assert not advice.equals
+
+
+@pytest.mark.parametrize(("what", "name"), [("benchmark", "relevant"), ("retriever", "k1")])
+def test_cells_of_other_options_make_no_curve(what: str, name: str) -> None:
+    entries = cells("r", {46: 190, 500: 100})
+    entries[1].record["config"][what]["resolved"][name] = 2
+    with pytest.raises(UsageError, match=f"different options of the {what}, and make no curve: .*{name}"):
+        curves(entries, "hit@1")
+
+
+@pytest.mark.parametrize("queries", [1, 2, 3, 5])
+def test_a_handful_of_queries_is_no_evidence_of_a_lead(queries: int) -> None:
+    one, other = (curve({46: share, 500: share}, name, queries) for name, share in (("one", 1.0), ("other", 0.0)))
+    assert crossover(one, other) is None
+    (found,) = advise([one, other], Wish(500, "hit@1"))
+    assert [equal.curve.name for equal in found.equals] == ["other"]
+
+
+def test_six_queries_that_all_agree_are() -> None:
+    one, other = (curve({46: share, 500: share}, name, 6) for name, share in (("one", 1.0), ("other", 0.0)))
+    found = crossover(other, one)
+    assert found
+    assert found.leader is one
+    assert not advise([one, other], Wish(500, "hit@1"))[0].equals
+
+
 def test_who_cannot_be_told_apart_does_not_lead() -> None:
     one = curve({100: 0.8, 10_000: 0.2})
     assert crossover(one, one) is None
@@ -178,6 +231,43 @@ def test_failed_cells_are_told() -> None:
     found = advise(curves(entries, "hit@1"), Wish(500, "hit@1"), failures(entries))
     assert exit_code(found) == 1
     assert "- failed: good at N=500: oom" in advice_text(found)
+
+
+@pytest.mark.parametrize(
+    ("done", "lost", "asked", "kept", "told"),
+    [
+        ({1_000: 190, 10_000: 180}, 5_000, 5_000, False, "N (its cell at N=5,000 failed: oom)"),
+        ({1_000: 190, 10_000: 180}, 5_000, 3_000, False, "N (its cell at N=5,000 failed: oom)"),
+        ({1_000: 190}, 10_000, 5_000, False, "N (its cell at N=10,000 failed: oom)"),
+        ({1_000: 190, 5_000: 180}, 10_000, 5_000, True, "yes"),
+        ({1_000: 190, 5_000: 180}, 500, 1_000, True, "yes"),
+        ({1_000: 190}, 500, 5_000, False, "N (measured up to 1,000)"),
+    ],
+)
+def test_where_a_retriever_failed_it_is_not_recommended(
+    done: dict[int, int], lost: int, asked: int, kept: bool, told: str
+) -> None:
+    entries = [*cells("good", done), failed(lost, "good")]
+    found = advise(curves(entries, "hit@1"), Wish(asked, "hit@1"), failures(entries))
+    assert exit_code(found) == int(not kept)
+    assert told in advice_text(found)
+    assert json.loads(advice_json(found))[0]["best"] == ({"retriever": "good", "seed": 0} if kept else None)
+
+
+def test_a_gpus_memory_counts_where_it_is_more() -> None:
+    large = curve({5_000: 0.9}, memory=10**9)
+    large.records[0]["memory"]["device_peak_bytes"] = 9 * 10**9
+    (found,) = advise([large], Wish(5_000, "hit@1", memory=8 * 10**9))
+    assert found.best is None
+    assert found.candidates[0].memory == 9 * 10**9
+    large.records[0]["memory"]["device_peak_bytes"] = 10**8
+    assert advise([large], Wish(5_000, "hit@1", memory=8 * 10**9))[0].best
+
+
+def test_costs_are_told_of_a_thousand_queries_and_of_the_index() -> None:
+    shown = text(cells("r", {46: 190, 500: 100}), "hit@1", [0.9])  # a hundred queries a second
+    row = next(line for line in shown.splitlines() if line.startswith("| r ") and "500" in line and "kB" in line)
+    assert [part.strip() for part in row.strip("|").split("|")] == ["r", "500", "10", "500 kB"]
 
 
 def test_where_all_failed_nothing_is_recommended() -> None:
@@ -298,6 +388,8 @@ def test_recommendation_from_a_run(run: Path, cli: Cli) -> None:
     assert code == 0
     assert "| yes" in out
     assert "Nothing" not in out
+    code, out, _ = cli("recommend", run, "-n", "46", "--min", "1")
+    assert code == int("1.000 [" not in out)
     code, out, _ = cli("recommend", run, "-n", "300", "--max-memory", "1MB", "--format", "json")
     assert code == 1
     assert json.loads(out)[0]["best"] is None

@@ -342,10 +342,25 @@ RECORD = {
     "status": "ok",
     "fingerprint": {"data": "0", "weights": {}, "code": "0"},
     "config": {
-        "benchmark": {"name": "limit", "resolved": {}},
+        "benchmark": {"name": "limit", "resolved": {"relevant": 1}},
         "retriever": {"name": "bm25", "resolved": {}},
+        "k": [1],
+        "depth": 1,
         "device": "cpu",
         "dtype": "float32",
+    },
+    "error": None,
+    "key": "0",
+    "command": "",
+    "started": "",
+    "queries": {"declared": 1, "scored": 0, "empty": 0, "failed": 1},
+    "memory": {"peak_rss_bytes": 1},
+    "environment": {
+        "icr_bench": "0",
+        "python": "3",
+        "machine": {"id": "0", "processor": "", "threads": 1, "memory_bytes": 1},
+        "packages": {},
+        "git": None,
     },
 }
 

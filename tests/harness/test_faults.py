@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -66,6 +68,31 @@ def _index(statements: str) -> str:
     return "    def index(self, documents):\n" + "".join(f"        {line}\n" for line in statements.splitlines())
 
 
+FORKING = _index(
+    """self.count = len(documents)
+child = os.fork()
+if not child:
+    self.count = 1  # goes on as if it were the cell
+    time.sleep(0.1)
+else:
+    os.waitpid(child, 0)"""
+)
+
+LEAVING = _index(
+    """import subprocess
+self.count = len(documents)
+child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)
+(HERE / 'helper').write_text(str(child.pid))"""
+)
+
+SPIKE = _index("self.count = len(documents)\nheld = b'x' * 700_000_000\ndel held")
+
+GARBAGE = _index("(Path(sys.argv[2])).write_bytes(b'\\xff{')\nos._exit(0)")
+
+NO_RESULT = _index("(Path(sys.argv[2])).write_text('[]')\nos._exit(0)")
+
+CHILD = "subprocess.run([sys.executable, '-c', 'import time; held = b\"x\" * 700_000_000; time.sleep(600)'])"
+
 FAULTS: dict[str, tuple[str, str, str]] = {
     "unknown-number": (_rank("Ranking([self.count], [1.0])"), "error", "document 6; the corpus has 0 to 5"),
     "negative-number": (_rank("Ranking([-1], [1.0])"), "error", "document -1"),
@@ -93,6 +120,9 @@ FAULTS: dict[str, tuple[str, str, str]] = {
         "SIGKILL",
     ),
     "out-of-memory": (_index("raise MemoryError('no room for vectors')"), "oom", "no room for vectors"),
+    "forks-and-ends": (FORKING + " " * 12 + "os._exit(3)\n", "error", "ended with exit code 3 and no result"),
+    "garbage": (GARBAGE, "error", "left a result that cannot be read"),
+    "no-result": (NO_RESULT, "error", "cannot be read (the whole: expected an object, got [])"),
     "beyond-the-limit": (_index("held = b'x' * 700_000_000\ntime.sleep(600)"), "oom", "--memory-limit 600,000,000"),
 }
 """What a retriever does wrong, the status of its row, and what its reason says."""
@@ -159,6 +189,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, list[st
     """The folder of a run over every fault, its exit code, and its command."""
     folder = tmp_path_factory.mktemp("faulty")
     bodies = {name: body for name, (body, _, _) in FAULTS.items()} | {"chatty": CHATTY, "parent": PARENT}
+    bodies |= {"forking": FORKING, "leaving": LEAVING}
     arguments = command(folder, [*bodies, "healthy"], bodies, "--memory-limit", "600MB")
     return folder, main(arguments), arguments
 
@@ -183,7 +214,7 @@ def test_a_failed_cell_answers_nothing(rows: dict[str, Record], name: str) -> No
 
 
 def test_there_is_one_row_a_cell(faulty: tuple[Path, int, list[str]], rows: dict[str, Record]) -> None:
-    assert len(records(faulty[0])) == len(rows) == len(FAULTS) + 3
+    assert len(records(faulty[0])) == len(rows) == len(FAULTS) + 5
 
 
 def test_a_run_with_failed_cells_exits_with_1(faulty: tuple[Path, int, list[str]]) -> None:
@@ -230,6 +261,38 @@ def test_a_child_that_lives_on_is_gone_afterwards(faulty: tuple[Path, int, list[
     assert rows["parent"]["status"] == "ok"
     child = int((faulty[0] / "child").read_text())
     wait(lambda: not alive(child))
+
+
+def test_a_helper_in_a_session_of_its_own_is_gone_afterwards(
+    faulty: tuple[Path, int, list[str]], rows: dict[str, Record]
+) -> None:
+    assert rows["leaving"]["status"] == "ok"
+    helper = int((faulty[0] / "helper").read_text())
+    wait(lambda: not alive(helper))
+
+
+def test_a_forked_child_that_goes_on_leaves_the_result_to_its_parent(
+    faulty: tuple[Path, int, list[str]], rows: dict[str, Record]
+) -> None:
+    assert rows["forking"]["status"] == "ok", rows["forking"]["error"]
+    assert not list((faulty[0] / "out").rglob("*.partial"))
+
+
+def test_a_peak_between_two_looks_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("icr_bench.harness.process.POLL_S", 600)
+    assert main(command(tmp_path, ["spike"], {"spike": SPIKE}, "--memory-limit", "600MB")) == 1
+    (record,) = records(tmp_path)
+    assert record["status"] == "oom"
+    assert re.fullmatch(r"used [\d,]+ bytes at its peak, more than --memory-limit 600,000,000", record["error"])
+    assert record["memory"]["peak_rss_bytes"] > 700_000_000
+
+
+def test_the_limit_counts_children(tmp_path: Path) -> None:
+    body = _index("import subprocess\nself.count = len(documents)\n" + CHILD)
+    assert main(command(tmp_path, ["shared"], {"shared": body}, "--memory-limit", "600MB")) == 1
+    (record,) = records(tmp_path)
+    assert record["status"] == "oom"
+    assert record["memory"]["peak_rss_bytes"] < 600_000_000
 
 
 def test_the_tables_show_the_status(faulty: tuple[Path, int, list[str]]) -> None:
@@ -304,6 +367,38 @@ def test_options_that_the_constructor_refuses_are_usage(tmp_path: Path, capsys: 
 def test_a_constructor_that_raises_is_one_row(tmp_path: Path, statement: str) -> None:
     assert main(command(tmp_path, ["broken", "healthy"], _init(statement))) == 1
     assert [record["status"] for record in records(tmp_path)] == ["error", "ok"]
+
+
+@pytest.mark.parametrize("statement", ["os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(0)"])
+def test_a_constructor_that_ends_its_process_is_one_row(tmp_path: Path, statement: str) -> None:
+    arguments = command(tmp_path, ["broken", "healthy"], _init(statement))
+    ended = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert [record["status"] == "ok" for record in records(tmp_path)] == [False, True]
+
+
+def test_a_constructor_that_sleeps_does_not_hold_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("icr_bench.harness.prepare.CHECK_S", 0.5)
+    arguments = command(tmp_path, ["broken", "healthy"], _init("time.sleep(600)"), "--timeout", "20")
+    assert main(arguments) == 1
+    assert [record["status"] for record in records(tmp_path)] == ["timeout", "ok"]
+
+
+def test_a_constructor_runs_in_no_process_of_the_run(tmp_path: Path) -> None:
+    where = "(HERE / 'ran').open('a').write(f'{os.getpid()}\\n')"
+    bodies = {"broken": f"    def __init__(self):\n        {where}\n"}
+    assert main(command(tmp_path, ["broken"], bodies)) == 0
+    assert main(["diagnose", *command(tmp_path, ["broken"], bodies)[1:-2], "-o", str(tmp_path / "seen")]) == 2
+    assert main(["plan", *command(tmp_path, ["broken"], bodies)[1:-2]]) == 0
+    ran = [int(line) for line in (tmp_path / "ran").read_text().splitlines()]
+    assert len(ran) >= 4
+    assert os.getpid() not in ran
+
+
+def test_an_extra_that_a_constructor_lacks_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raising = "from icr_bench.retrievers.base import MissingExtra; raise MissingExtra('faiss', 'faiss')"
+    assert main(command(tmp_path, ["broken"], _init(raising))) == 4
+    assert "faiss is not installed; pip install 'icr-bench[faiss]'" in capsys.readouterr().err
 
 
 def test_an_annotation_that_cannot_be_read_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -388,8 +483,10 @@ class Hanging:
         self.folder = folder
         self.arguments = command(folder, ["healthy", "hanging"], {"hanging": HANGING})
         (folder / "hang").touch()
+        # Else a run whose parent ignores SIGINT, such as a shell that started it in the background, ignores it too.
+        heeding = f"import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); {RUN}"
         self.process = subprocess.Popen(
-            [*COMMAND, *self.arguments],
+            [sys.executable, "-c", heeding, *self.arguments],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -498,6 +595,29 @@ def test_a_run_killed_at_thirty_moments_ends_with_the_same_records(tmp_path: Pat
     assert main(arguments) == 0
     assert outcome(killed) == expected
     assert {entry.name for entry in (killed / "out").iterdir()} == {entry.name for entry in (quiet / "out").iterdir()}
+
+
+def test_a_disk_too_full_for_a_result_is_no_row(tmp_path: Path) -> None:
+    wordy = "    def settings(self):\n        return {'told': 'x' * 20_000}\n"
+    arguments = command(tmp_path, ["healthy", "wordy"], {"wordy": wordy})
+    limited = f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (14_000, 14_000)); {RUN}"
+    ended = subprocess.run([sys.executable, "-c", limited, *arguments], capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "out: File too large; finished cells are kept, the same command goes on from there" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert [record["retriever"] for record in records(tmp_path)] == ["healthy"]
+    assert not list((tmp_path / "out").rglob("*.partial"))
+    assert main(arguments) == 0
+
+
+def test_what_a_killed_run_left_half_written_is_deleted(tmp_path: Path) -> None:
+    arguments = command(tmp_path, ["healthy"], {})
+    assert main(arguments) == 0
+    left = [tmp_path / "out" / "run.json.7.partial", tmp_path / "out" / "rankings" / "x.jsonl.7.partial"]
+    for file in left:
+        file.write_text("{")
+    assert main(arguments) == 0
+    assert not any(file.exists() for file in left)
 
 
 def test_a_torn_texts_file_is_made_whole(tmp_path: Path) -> None:

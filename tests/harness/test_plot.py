@@ -59,3 +59,21 @@ def test_losses_of_trainings_are_drawn_and_named(tmp_path: Path) -> None:
     for part in ("base", "ssmax", "cross-entropy, digit 1", "hit@1 on held-out queries", "step"):
         assert part in text
     assert "InfoNCE" not in text
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "part"),
+    [
+        ("{", 3, "log.jsonl:1: not a line of a training's log (Expecting"),
+        ('{"loss": 1}', 3, "log.jsonl:1: not a line of a training's log (step is missing)"),
+        ('{"step": 1, "digit1": "x"}', 3, "digit1: expected a number, got 'x'"),
+        ("", 2, "nothing was logged yet"),
+    ],
+)
+def test_a_damaged_log_is_told(
+    line: str, code: int, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "log.jsonl").write_text(f"{line}\n" if line else "")
+    assert main(["plot", str(tmp_path), "-o", str(tmp_path / "losses.svg")]) == code
+    assert part in capsys.readouterr().err

@@ -131,6 +131,17 @@ def test_answers_are_those_of_the_run(page: Path, run: Path) -> None:
     assert by_name["bm25"]["first"] == [1] * 6
 
 
+def test_the_page_names_what_identifies_the_weights_of_every_row(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "weighed")
+    cells = [json.loads(line) for line in (run / "cells.jsonl").read_text().splitlines()]
+    for number, cell in enumerate(cells):
+        cell["fingerprint"]["weights"] = {"model": f"sha256:of <{number}>"}
+    write(tmp_path / "weighed" / "cells.jsonl", *cells)
+    assert main(["report", str(tmp_path / "weighed"), "-o", str(tmp_path / "page.html")]) == 0
+    shown = (tmp_path / "page.html").read_text()
+    assert all(f"model=sha256:of &lt;{number}&gt;" in shown for number in range(len(cells)))
+
+
 def test_folders_without_texts_are_shown_without(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "old")
     shutil.rmtree(tmp_path / "old" / "documents")
@@ -305,7 +316,7 @@ def large(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in range(ROWS):
             name = f"rankings/{n}-{number}.jsonl"
             lines = [
-                {"query": f"q{i}", "documents": [f"d{rng.randrange(n)}" for _ in range(10)], "scores": []}
+                {"query": f"q{i}", "documents": [f"d{rng.randrange(n)}" for _ in range(10)], "scores": [0] * 10}
                 for i in range(QUERIES)
             ]
             write(folder / name, *lines)

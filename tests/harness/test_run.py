@@ -7,6 +7,7 @@ import fcntl
 import gc
 import json
 import math
+import os
 import re
 import sys
 import warnings
@@ -19,7 +20,10 @@ import pytest
 
 from icr_bench.harness.cell import Job, measure
 from icr_bench.harness.cli import main
+from icr_bench.harness.folder import write
 from icr_bench.harness.process import Limits, OnProgress
+from icr_bench.harness.run import job_of, lay_out
+from icr_bench.harness.suite import assemble
 
 Record = dict[str, Any]
 Options = dict[str, Any]
@@ -99,7 +103,8 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
         result["memory"] |= {"peak_rss_bytes": 1, "device_peak_bytes": None}
         return result
 
-    monkeypatch.setattr("icr_bench.harness.run.run_cell", run_cell)
+    for module in ("run", "prepare"):
+        monkeypatch.setattr(f"icr_bench.harness.{module}.run_cell", run_cell)
     monkeypatch.setattr("os.fsync", lambda file: None)  # most of the time of a small run
 
 
@@ -436,6 +441,13 @@ def test_a_model_that_is_no_hub_id_is_the_plugins_own_business(grid: Grid, monke
     assert grid.compute(retriever="fake:model=another-api-model") == 1
 
 
+def test_another_machine_computes_anew(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert grid.compute() == 1
+    monkeypatch.setattr("icr_bench.harness.run.machine_id", lambda: "another")
+    assert grid.compute() == 1
+    assert grid.compute() == 0
+
+
 def test_a_module_beside_a_plugin_is_watched(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = grid.plugin.parent
     monkeypatch.syspath_prepend(folder)
@@ -446,6 +458,24 @@ def test_a_module_beside_a_plugin_is_watched(grid: Grid, monkeypatch: pytest.Mon
     assert grid.compute() == 0
     helper.write_text("NUMBER = 2\n")
     assert grid.compute() == 1
+
+
+def test_a_module_that_a_plugin_imports_late_is_watched_and_no_other(grid: Grid) -> None:
+    folder = grid.plugin.parent
+    (folder / "held").mkdir()
+    (folder / "held" / "__init__.py").touch()
+    (folder / "held" / "late.py").write_text("from .inner import NUMBER\n")
+    (folder / "held" / "inner.py").write_text("NUMBER = 1\n")
+    (folder / "other.py").write_text("RETRIEVERS = {}\n")
+    grid.plugin.write_text(f"def late():\n    from held import late\n\n\n{grid.plugin.read_text()}")
+    arguments = ("--plugin", folder / "other.py")
+    assert grid.compute(*arguments) == 1
+    (folder / "other.py").write_text("RETRIEVERS = {}  # changed\n")
+    assert grid.compute(*arguments) == 0
+    for name in ("inner.py", "late.py", "__init__.py"):
+        with (folder / "held" / name).open("a") as file:
+            file.write("# changed\n")
+        assert grid.compute(*arguments) == 1
 
 
 def test_a_model_folder_is_watched(grid: Grid) -> None:
@@ -1023,3 +1053,95 @@ def test_a_long_index_is_not_part_of_the_query_time(tmp_path: Path, in_process: 
     assert run("-b", f"beir:path={data}", "-r", "fake", "--plugin", plugin, "-o", tmp_path / "out") == 0
     time = records(tmp_path / "out")[0]["time"]
     assert time["query_p50_s"] < 0.2 <= time["index_s"]
+
+
+# What is measured, by a clock that the retriever moves
+
+CLOCKED = """
+from icr_bench.harness import cell
+from icr_bench.retrievers.base import Estimate, Ranking, Retriever
+
+
+class Clocked(Retriever):
+    def load(self):
+        cell.time.now += 1
+
+    def estimate(self, documents, queries):
+        cell.time.now += 100  # of no phase
+        return None
+
+    def token_spans(self, texts):
+        cell.time.now += 1000  # of no phase
+        return super().token_spans(texts)
+
+    def index(self, documents):
+        cell.time.now += 20
+        self.count, self.alone = len(documents), 0
+
+    def search(self, queries, k):
+        if len(queries) == 1:
+            self.alone += 1
+        warm = self.alone <= cell.WARMUP
+        cell.time.now += 500 if warm else self.alone - cell.WARMUP if len(queries) == 1 else 2 * len(queries)
+        return [Ranking([0], [1.0]) for _ in queries]
+
+    def index_bytes(self):
+        return 8
+
+
+RETRIEVERS = {"clocked": Clocked}
+"""
+
+
+class Clock:
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_each_phase_is_timed_apart(tmp_path: Path, in_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("icr_bench.harness.cell.time", Clock())
+    (tmp_path / "plugin.py").write_text(CLOCKED)
+    data = write_beir(tmp_path / "data", documents=80, queries=70)
+    fixed = ("-b", f"beir:path={data}", "-r", "clocked", "--plugin", tmp_path / "plugin.py", "--latency-queries", "10")
+    assert run(*fixed, "-o", tmp_path / "out") == 0
+    (record,) = records(tmp_path / "out")
+    assert record["time"] == {
+        "load_s": 1,
+        "index_s": 20,
+        "warmup": 5,
+        "query_p50_s": 5,
+        "query_p95_s": 10,
+        "query_p99_s": 10,
+        "sampled": 10,
+        "queries_per_s": 0.5,
+        "batch": 32,
+    }
+
+
+def test_which_queries_are_timed_alone_follows_from_the_seed(tmp_path: Path) -> None:
+    spec = f"beir:path={write_beir(tmp_path / 'data', documents=80, queries=70)}"
+    flags = {"benchmark": [spec], "retriever": ["bm25"], "seed": "0,1", "latency_queries": "10"}
+    suite, (answering,), grid = lay_out(assemble(None, flags))
+    samples = [
+        [job_of(suite, asked, benchmark.at(n), answering.spec, seed)["sample"] for asked, seed, benchmark, n in grid]
+        for _ in range(2)
+    ]
+    assert samples[0] == samples[1]
+    assert samples[0][0] != samples[0][1]
+    assert len(set(samples[0][0])) == 10
+
+
+def test_a_file_and_then_its_name_are_put_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = []
+    monkeypatch.setattr("os.fsync", lambda file: synced.append(os.path.realpath(f"/proc/self/fd/{file}")))
+    write(tmp_path / "file", "text")
+    assert [Path(name).name.partition(".")[0] for name in synced] == ["file", tmp_path.name]
+    synced.clear()
+    data = write_beir(tmp_path / "data")
+    assert run("-b", f"beir:path={data}", "-r", "bm25", "-o", tmp_path / "out") == 0
+    out = tmp_path / "out"
+    for file, folder in ((out / "run.json", out), (out / "cells.jsonl", out), (None, out / "rankings")):
+        at = 0 if file is None else next(i for i, name in enumerate(synced) if name.startswith(str(file)))
+        assert str(folder) in synced[at:]

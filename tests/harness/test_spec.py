@@ -1,12 +1,14 @@
 """The small languages of the command line: specs, corpus sizes, numbers, byte counts."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from icr_bench.harness.errors import UsageError
-from icr_bench.harness.spec import Spec, parse_bytes, parse_numbers, parse_sizes, parse_spec, spec_of
+from icr_bench.harness.export import file_name, safe_name
+from icr_bench.harness.spec import Spec, parse_bytes, parse_numbers, parse_share, parse_sizes, parse_spec, spec_of
 
 
 def refusal(function: Callable[..., Any], *arguments: object) -> str:
@@ -108,6 +110,34 @@ def test_label_that_is_no_text_is_refused() -> None:
     )
 
 
+@pytest.mark.parametrize("label", ["a\nb", "\x1b[31mred", "a\x00", "\x9b", "half \ud83d", "a\u2028b"])
+def test_a_name_that_cannot_be_shown_or_written_is_refused(label: str) -> None:
+    for given in ({"name": "x", "label": label}, {"name": label}):
+        message = refusal(spec_of, given, "my.yaml")
+        assert "which can be neither shown nor written; leave it out" in message
+        assert message.encode()
+
+
+@pytest.mark.parametrize("letter", ["a", "-", "é", "字", "𝐀", " ", "%", "🙂"])
+def test_any_two_labels_fit_into_a_file_name(letter: str) -> None:
+    fitting = []
+    for count in range(1, 62):
+        with suppress(UsageError):
+            fitting.append(parse_spec(f"x:label='x{letter * count}x'").row)
+    row = {"benchmark": fitting[-1], "retriever": fitting[-1], "n": 10**12 - 1, "seed": 10**18 - 1}
+    longest = [f"qrels.{file_name(row)}.trec", f"{safe_name(row['benchmark'])}-{safe_name(row['retriever'])}"]
+    longest[1] += f"-seed{row['seed']}-shortlists.md"
+    assert all(len(f"{name}.4194304.partial".encode()) <= 255 for name in longest)
+    assert len(fitting) >= 7
+    if letter not in "a-":
+        assert "bytes in a file name" in refusal(parse_spec, f"x:label='x{letter * 58}x'")
+
+
+def test_a_long_name_needs_a_label() -> None:
+    assert "give a shorter label=" in refusal(parse_spec, "x" * 91)
+    assert parse_spec("x" * 91 + ":label=short").row == "short"
+
+
 @pytest.mark.parametrize(
     ("value", "sizes"),
     [
@@ -202,3 +232,15 @@ def test_less_than_a_byte_is_refused() -> None:
 @pytest.mark.parametrize("parse", [parse_sizes, parse_bytes])
 def test_number_beyond_a_float_is_refused(parse: Callable[[str], object]) -> None:
     refusal(parse, "9" * 400)
+
+
+@pytest.mark.parametrize("text", ["0", "-0.1", "1.1", "nan", "x", ""])
+def test_what_is_no_share_is_refused(text: str) -> None:
+    assert "expected a number between 0 and 1, such as" in refusal(parse_share, text, "--level")
+    with pytest.raises(UsageError, match="between 0 and 1, or 1, such as"):
+        parse_share(text, "--min", whole=True)
+
+
+def test_the_whole_is_a_share_only_where_it_may_be() -> None:
+    assert parse_share("1", "--min", whole=True) == 1
+    assert "expected a number between 0 and 1" in refusal(parse_share, "1", "--level")

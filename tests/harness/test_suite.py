@@ -302,7 +302,7 @@ def test_other_flags_change_the_default_suite() -> None:
 
 
 BAD = [
-    *(("k", value, "-k") for value in ("0", "-1", "x", "1.5", "", "1,,2", "1k")),
+    *(("k", value, "-k") for value in ("1000000000", "0", "-1", "x", "1.5", "", "1,,2", "1k")),
     *(("seed", value, "--seed") for value in ("-1", "x", "0.5", "")),
     *(("queries", value, "--queries") for value in ("0", "-5", "x", "1.5", "", "5,6", "all")),
     *(("latency_queries", value, "--latency-queries") for value in ("0", "x", "1,2")),

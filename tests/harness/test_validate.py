@@ -291,3 +291,26 @@ def test_the_command_refuses_what_it_does_not_know(spec: str, capsys: pytest.Cap
     shown = capsys.readouterr()
     assert not shown.out
     assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("told", "apart", "kept"),
+    [
+        ({}, 5e-4, True),
+        ({}, 5e-3, False),
+        ({"dtype": "bfloat16"}, 5e-3, True),
+        ({"parts": [{"settings": {"dtype": "float16"}}]}, 5e-3, True),
+        ({"dtype": "bfloat16"}, 5e-2, False),
+    ],
+)
+def test_scores_alone_may_differ_as_far_as_their_precision_goes(told: dict[str, Any], apart: float, kept: bool) -> None:
+    class Drifts(Overlap):
+        def search(self, queries: Sequence[str], k: int) -> list[Ranking]:
+            factor = 1 + apart * (len(queries) > 1)
+            return [Ranking(r.numbers, [s * factor for s in r.scores]) for r in super().search(queries, k)]
+
+        def settings(self) -> dict[str, Any]:
+            return told
+
+    failed = [result.name for result in validate(Drifts) if not result.ok]
+    assert failed == ([] if kept else ["a query gets the same scores alone as among others"])

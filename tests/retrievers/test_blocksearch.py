@@ -93,6 +93,7 @@ def cell(
         sample=[0],
         depth=3,
         max_tokens=max_tokens,
+        check=False,
         plan=False,
         look=None,
         golds=[],

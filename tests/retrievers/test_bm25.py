@@ -103,11 +103,20 @@ def test_settings_name_every_step_of_the_analyser() -> None:
     assert retriever.settings()["analyser"] == r"NFKC | lower case | \w+ | 33 stop words | stemmer porter"
 
 
+@pytest.mark.parametrize("backend", ["bm25s", "rank-bm25"])
+def test_the_largest_k1_still_finds(backend: str) -> None:
+    (found,) = indexed(["red red fox", "blue hen", "red hen"], k1=1e30, backend=backend).search(["red"], 3)
+    assert list(found.numbers) == [0, 2]
+    assert all(math.isfinite(score) for score in found.scores)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"k1": -0.1}, "k1 must be 0 or more, got -0.1"),
         ({"k1": math.nan}, "k1 must be"),
+        ({"k1": math.inf}, r"k1 must be 1e\+30 at most, got inf"),
+        ({"k1": 1e46}, r"k1 must be 1e\+30 at most, got 1e\+46"),
         ({"b": 1.5}, "b must be between 0 and 1, got 1.5"),
         ({"pattern": "("}, "not a regular expression"),
         ({"stemmer": "klingon"}, "stemmer must be none or one of"),

@@ -13,7 +13,7 @@ import pytest
 from icr_bench.harness.cli import main
 from icr_bench.harness.registry import Registry
 from icr_bench.harness.spec import parse_spec, spec_of
-from icr_bench.retrievers.base import Document, Ranking, Retriever
+from icr_bench.retrievers.base import BadRanking, Document, Ranking, Retriever
 from icr_bench.retrievers.combine import Hybrid, Rerank
 from icr_bench.retrievers.late import Late
 
@@ -23,9 +23,13 @@ FILLED = {"device": "cpu", "dtype": "float32", "seed": 0}
 class Fixed(Retriever):
     """Ranks documents in an order that is given; counts what it is asked."""
 
-    def __init__(self, order: Sequence[int], error: str = "", limit: int | None = None) -> None:
-        self.order, self.error, self.limit = order, error, limit
+    def __init__(
+        self, order: Sequence[int], error: str = "", limit: int | None = None, score: float = 0, seconds: float = -1
+    ) -> None:
+        self.order, self.error, self.limit, self.score = order, error, limit, score
         self.seen: list[str] = []
+        self.asks_once = seconds >= 0
+        self.seconds = seconds if self.asks_once else None
 
     def index(self, documents: Sequence[Document]) -> None:
         self.seen = [document.text for document in documents]
@@ -35,7 +39,8 @@ class Fixed(Retriever):
         if self.error:
             return [Ranking([], [], self.error) for _ in queries]
         kept = [number for number in self.order if number < len(self.seen)][:k]
-        return [Ranking(kept, [-float(i) for i in range(len(kept))]) for _ in queries]
+        scores = [self.score - i for i in range(len(kept))]
+        return [Ranking(kept, scores, seconds=self.seconds) for _ in queries]
 
     def index_bytes(self) -> int:
         return 10
@@ -86,6 +91,59 @@ def test_a_retriever_ranks_the_head_of_another_again() -> None:
     (found,) = rerank.search(["q"], 6)
     assert by.seen == ["text 1", "text 3", "text 5"]  # by number, so that the first ranking tells nothing
     assert list(found.numbers) == [5, 1, 3]
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+def test_a_part_whose_scores_are_not_finite_is_refused(score: float) -> None:
+    wrong = Fixed([1, 0], score=score)
+    for combined in (
+        Hybrid(of=(Fixed([0, 1]), wrong)),  # type: ignore[arg-type]
+        Rerank(first=wrong, by=Fixed([0, 1])),  # type: ignore[arg-type]
+        Rerank(first=Fixed([0, 1]), by=wrong),  # type: ignore[arg-type]
+    ):
+        combined.index(corpus(2))
+        with pytest.raises(BadRanking, match=f"a ranking holds the score {score}; scores must be finite"):
+            combined.search(["q"], 2)
+
+
+def test_a_part_that_names_documents_that_are_not_there_is_refused() -> None:
+    class Wrong(Fixed):
+        def search(self, queries: Sequence[str], k: int) -> list[Ranking]:
+            return [Ranking([7], [1.0]) for _ in queries]
+
+    for combined in (Hybrid(of=(Fixed([0]), Wrong([]))), Rerank(first=Wrong([]), by=Fixed([0]))):  # type: ignore[arg-type]
+        combined.index(corpus(2))
+        with pytest.raises(BadRanking, match="document 7; the corpus has 0 to 1"):
+            combined.search(["q"], 2)
+
+
+def test_where_a_part_is_asked_once_all_of_it_is() -> None:
+    free, paid, dear = Fixed([0, 1]), Fixed([1, 0], seconds=3.0), Fixed([0, 1], seconds=40.0)
+    for combined, least in (
+        (Hybrid(of=(free, paid)), 3.0),  # type: ignore[arg-type]
+        (Hybrid(of=(dear, paid)), 43.0),  # type: ignore[arg-type]
+        (Hybrid(of=(free, Hybrid(of=(free, paid)))), 3.0),  # type: ignore[arg-type]
+        (Rerank(first=paid, by=free), 3.0),  # type: ignore[arg-type]
+        (Rerank(first=free, by=paid), 3.0),  # type: ignore[arg-type]
+        (Rerank(first=dear, by=paid), 43.0),  # type: ignore[arg-type]
+    ):
+        combined.index(corpus(2))
+        (found,) = combined.search(["q"], 2)
+        assert combined.asks_once
+        assert found.seconds is not None
+        assert least <= found.seconds < least + 2.5
+    plain = Hybrid(of=(free, free))  # type: ignore[arg-type]
+    plain.index(corpus(2))
+    assert not plain.asks_once
+    assert plain.search(["q"], 2)[0].seconds is None
+
+
+def test_an_answer_that_was_kept_from_before_took_no_time() -> None:
+    kept = Fixed([1, 0], seconds=1.0)
+    kept.seconds = None
+    hybrid = Hybrid(of=(Fixed([0, 1]), kept))  # type: ignore[arg-type]
+    hybrid.index(corpus(2))
+    assert hybrid.search(["q"], 2)[0].seconds is None
 
 
 def test_a_cross_encoder_scores_pairs(cross_encoder: Path) -> None:

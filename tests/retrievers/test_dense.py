@@ -73,6 +73,26 @@ def test_settings_and_bytes(minilm: Dense) -> None:
     assert minilm.index_bytes() == len(TEXTS) * 384 * 4
 
 
+@pytest.mark.parametrize("index", ["exact", "faiss-flat", "faiss-hnsw"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_vectors_that_are_not_finite_are_refused(index: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    retriever = made(index=index)
+
+    def broken(texts: list[str], **_: object) -> Vectors:
+        vectors = np.ones((len(texts), 4), np.float32)
+        vectors[[text == "broken" for text in texts], 2] = value
+        return vectors
+
+    monkeypatch.setattr(retriever._encoder, "encode_document", broken)
+    monkeypatch.setattr(retriever._encoder, "encode_query", broken)
+    documents = [Document(i, text) for i, text in enumerate(["whole", "broken", "whole", "broken"])]
+    with pytest.raises(FloatingPointError, match=r"^2 of 4 documents hold values that are not finite: .*--dtype"):
+        retriever.index(documents)
+    retriever.index([Document(0, "whole")])
+    with pytest.raises(FloatingPointError, match=r"^1 of 1 queries hold values that are not finite"):
+        retriever.search(["broken"], 1)
+
+
 def test_faiss_flat_equals_exact_search(minilm: Dense) -> None:
     faiss = made(index="faiss-flat")
     faiss.index([Document(i, text) for i, text in enumerate(TEXTS)])
@@ -243,6 +263,10 @@ def test_weights_are_identified_by_content(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_found_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(OSError, match="org/absent: no such local folder, and the hub could not be asked"):
+        weights.identify("org/absent")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
     with pytest.raises(OSError, match="org/absent: no such local folder, and the hub could not be asked"):
         weights.identify("org/absent")
     pointer = tmp_path / "models--org--absent" / "refs" / "main"
