@@ -26,6 +26,9 @@ METRIC = "hit@1"
 SMALL = 0.05
 """A difference in hit@1 below this is none to speak of."""
 
+FEWEST = 6
+"""Queries that must be asked before anything is told: the signs of 5 agree by chance in 1 of 16 cases."""
+
 FLAT = 0.25
 """The growth exponent up to which latency counts as nearly flat in N; the paper's own is ln 1.7 / ln 20 = 0.18."""
 
@@ -327,6 +330,17 @@ CLAIMS: dict[str, tuple[str, Callable[[Evidence], Judged]]] = {
 }
 """Key -> the claim with the paper's section, and how it is judged."""
 
+
+def judge(key: str, evidence: Evidence) -> Judged:
+    """The verdict on one claim of `CLAIMS`; a handful of queries tells nothing, whatever its intervals are."""
+    judged = CLAIMS[key][1](evidence)
+    asked = [curve.values.shape[1] for curve in evidence.curves.values()]
+    asked += [record["queries"]["declared"] for records in evidence.seen.values() for record in records]
+    if min(asked) < FEWEST and judged.verdict in ("holds", "does not hold"):
+        return Judged("cannot be told", f"{judged.told}; {min(asked)} queries are too few")
+    return judged
+
+
 BEYOND = ("decoding and reading attention", "shortlists", "what came of the best code")
 """Tables of a diagnosis that go beyond the paper."""
 
@@ -410,7 +424,7 @@ def render(found: Sequence[Evidence], command: str) -> str:
         "holds where the interval of the difference is above 0, and does not hold where it is below 0 or within "
         f"{SMALL} of it; in between it cannot be told with so many queries.\n",
     ]
-    verdicts = [{key: judge(evidence) for key, (_, judge) in CLAIMS.items()} for evidence in found]
+    verdicts = [{key: judge(key, evidence) for key in CLAIMS} for evidence in found]
     heads = [evidence.name for evidence in found]
     body = [[claim, *(own[key].verdict for own in verdicts)] for key, (claim, _) in CLAIMS.items()]
     told.append(github(["claim", *heads], body))

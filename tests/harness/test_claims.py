@@ -86,6 +86,20 @@ def test_rows_that_answer_nothing_any_more_are_compared_where_they_did() -> None
     assert nothing.verdict == "cannot be told"
 
 
+@pytest.mark.parametrize(("count", "verdict"), [(5, "cannot be told"), (6, "holds")])
+def test_a_handful_of_queries_tells_nothing(count: int, verdict: str) -> None:
+    """Though all agree, and no resample of them differs."""
+    curves = {
+        role: Curve(
+            "b", role.upper(), 0, QUERIES[:count], (900,), np.full((1, count), share), curve(role, {900: 1}).records
+        )
+        for role, share in (("base", 1.0), ("position", 0.0))
+    }
+    found = claims.judge("random codes", Evidence(family(), "b", 0, curves, {}))
+    assert found.verdict == verdict
+    assert (f"{count} queries are too few" in found.told) == (verdict != "holds")
+
+
 def test_few_queries_cannot_tell() -> None:
     rng = np.random.default_rng(0)
     own = {role: curve(role, {900: 0.5}) for role in ("base", "position")}
