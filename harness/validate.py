@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -70,7 +71,8 @@ def _why(error: BaseException) -> str:
 
 def _tolerance(retriever: Retriever) -> float:
     """By what the retriever, or a part of it, says that it computes in."""
-    return HALF_TOLERANCE if "float16" in repr(retriever.settings()) else TOLERANCE
+    half = re.search(r"'dtype': 'b?float16'", repr(retriever.settings()))
+    return HALF_TOLERANCE if half else TOLERANCE
 
 
 def _corpus(texts: Sequence[str]) -> list[Document]:

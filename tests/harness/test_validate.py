@@ -298,6 +298,7 @@ def test_the_command_refuses_what_it_does_not_know(spec: str, capsys: pytest.Cap
     [
         ({}, 5e-4, True),
         ({}, 5e-3, False),
+        ({"dtype": "float32", "model": "of-bfloat16"}, 5e-3, False),
         ({"dtype": "bfloat16"}, 5e-3, True),
         ({"parts": [{"settings": {"dtype": "float16"}}]}, 5e-3, True),
         ({"dtype": "bfloat16"}, 5e-2, False),
