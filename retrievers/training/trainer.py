@@ -194,7 +194,10 @@ class Trainer:
                 line |= {"tokens_per_s": round(tokens / elapsed), "seconds": round(self.spent + elapsed, 1)}
                 line["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             if self.step % self.recipe.check_every == 0 or last:
-                line |= {"step": self.step, "held_out_hit@1": self.held_out()}
+                try:
+                    line |= {"step": self.step, "held_out_hit@1": self.held_out()}
+                except FloatingPointError as error:
+                    raise Stopped(f"step {self.step}, held-out queries: {error}; the checkpoint is whole") from None
             if line and self.rank == 0:
                 self._log(line)
                 self.report(line)

@@ -326,6 +326,18 @@ def test_codes_given_twice_stop_the_training(
     assert "two documents of a batch have the same code" in capsys.readouterr().err
 
 
+def test_held_out_queries_whose_numbers_overflow_stop_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def overflows(self: trainer.Trainer) -> float:
+        raise FloatingPointError("keys are not finite")
+
+    monkeypatch.setattr(trainer.Trainer, "held_out", overflows)
+    assert main(["train", recipe(tmp_path), "-o", str(tmp_path / "out")]) == 1
+    assert "step 4, held-out queries: keys are not finite" in capsys.readouterr().err
+    assert weights(tmp_path / "out")
+
+
 def test_progress_tells_the_time_that_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", recipe(tmp_path), "-o", str(tmp_path / "out")]) == 0
     steps = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
